@@ -1,0 +1,181 @@
+"""Where a streaming softmax rounds: one named site for every value that an implementation may store in low precision.
+
+The recurrence (FlashAttention-2, arXiv 2307.08691), for one block of queries and key tiles j = 1, 2, ...; ``r_x`` is
+the rounding at site ``x``, and dots are products with float32 accumulation::
+
+    forward   S  = r_s_scaled(scale * r_s(Q . K_j'))              masked scores of the tile
+              m' = r_m_carry(max(m, rowmax S))
+              P  = exp2(log2(e) * r_s_minus_m(S - m'))            1 exactly where S is the row's maximum
+              a  = r_alpha(exp2(log2(e) * (m - m')))
+              l  = r_l_carry(a * l + r_p_sum(rowsum P))           of r_p_pv(P) when sum_rounded_p
+              O  = r_o_carry(r_o_rescaled(a * O) + r_pv(r_p_pv(P) . V_j))
+    at last   out = r_o_out(r_o_div(O / l)),  LSE = r_lse(m + ln l)
+
+    backward  delta = r_delta(rowsum r_delta_product(dO * out))
+              S   = the same with r_s_bwd at both places;  P = exp2(log2(e) * (S - LSE))
+              dP  = r_dp(dO . V_j');  dS = r_ds(P * (dP - delta))
+              dQ  = r_dq(dQ + r_dq_chunk(scale * dS . K_j))       over key tiles
+              dK  = r_dk(dK + r_dk_chunk(scale * dS' . Q))        over query tiles
+              dV  = r_dv(dV + r_dv_chunk(r_p_pv(P)' . dO))        over query tiles
+
+Which implementation rounds where (F = float32, B = bfloat16; measured from the public sources):
+
+===============  ====  ==========  ============  ==========  =========
+site             fa2   bf16_carry  qiu_untiled   ucker_cuda  ucker_cpu
+===============  ====  ==========  ============  ==========  =========
+s, s_scaled      F     B           B             B           B
+s_minus_m        F     F           F             B           B
+p_pv             B     B           B             B           B
+p_sum            F     F           F             F           B
+alpha            F     F           F             F           B
+l_carry          F     B           F             B           B
+pv               F     B           B             B           B
+o_rescaled       F     B           F             B           B
+o_carry          F     B           F             B           B
+o_div, o_out     F, B  B, B        F, B          B, B        B, B
+lse              F     B           F             F           B
+dp               F     B           B             B           B
+delta_product    F     F           F             B           B
+delta            F     B           F             F           B
+ds               B     B           B             B           B
+d*_chunk, d*     F     B           F             B           B
+===============  ====  ==========  ============  ==========  =========
+
+``fa2`` is what production kernels do: only matmul operands and the final output are narrow. ``bf16_carry`` is the fault:
+the same recurrence whose running output and statistics live in bfloat16. ``o_carry_only``, ``l_only`` and ``pv_only``
+put one of its roundings into ``fa2`` with bfloat16 scores. ``qiu_untiled`` (arXiv 2510.04212) needs ``tile`` = the
+sequence length. ``ucker_cuda`` and ``ucker_cpu`` follow that paper's released code eagerly under CUDA autocast and on CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from kernels.rounding import FP32, Rounding
+
+_BF16 = Rounding.parse("bf16")
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundingSites:
+    """The rounding at every site of the recurrence in this module's docstring.
+
+    Each field takes ``fp32 | bf16 | fp16 | <mantissa bits>`` with an optional mode (``bf16:sr``, ``"2:rz"``); what is
+    not named is not rounded.
+
+    Example::
+
+        RoundingSites(l_carry="bf16", o_carry=2)
+        RoundingSites.preset("bf16_carry").at_carries("2")
+
+    Raises:
+        ValueError: a field holds something else; the message names the site.
+    """
+
+    s: Rounding = FP32
+    s_scaled: Rounding = FP32
+    s_minus_m: Rounding = FP32
+    p_pv: Rounding = FP32
+    p_sum: Rounding = FP32
+    alpha: Rounding = FP32
+    l_carry: Rounding = FP32
+    m_carry: Rounding = FP32
+    pv: Rounding = FP32
+    o_rescaled: Rounding = FP32
+    o_carry: Rounding = FP32
+    o_div: Rounding = FP32
+    o_out: Rounding = FP32
+    lse: Rounding = FP32
+    s_bwd: Rounding = FP32
+    dp: Rounding = FP32
+    delta_product: Rounding = FP32
+    delta: Rounding = FP32
+    ds: Rounding = FP32
+    dq_chunk: Rounding = FP32
+    dq: Rounding = FP32
+    dk_chunk: Rounding = FP32
+    dk: Rounding = FP32
+    dv_chunk: Rounding = FP32
+    dv: Rounding = FP32
+    sum_rounded_p: bool = False
+
+    def __post_init__(self) -> None:
+        for name in SITE_NAMES:
+            try:
+                object.__setattr__(self, name, Rounding.parse(getattr(self, name)))
+            except ValueError as error:
+                raise ValueError(f"site {name}: {error}") from None
+
+    @classmethod
+    def preset(cls, name: str) -> RoundingSites:
+        """One of ``fp32, fa2, bf16_carry, qiu_untiled, o_carry_only, l_only, pv_only, ucker_cuda, ucker_cpu``."""
+        if name not in PRESETS:
+            raise ValueError(f"preset {name!r} is not one of {', '.join(PRESETS)}.")
+        return PRESETS[name]
+
+    @classmethod
+    def build(cls, preset: str = "fp32", overrides: dict[str, Any] | None = None, carry: Any = None) -> RoundingSites:
+        """A preset, then ``carry`` at every carry and statistic, then single sites by name (the YAML form)."""
+        sites = cls.preset(preset)
+        if carry is not None:
+            sites = sites.at_carries(carry)
+        unknown = sorted(set(overrides or {}) - {field.name for field in dataclasses.fields(cls)})
+        if unknown:
+            raise ValueError(f"unknown rounding site {unknown[0]!r}; the sites are {', '.join(SITE_NAMES)}.")
+        return dataclasses.replace(sites, **(overrides or {}))
+
+    def at_carries(self, rounding: Any) -> RoundingSites:
+        """Puts ``rounding`` at the scores, running sums and saved statistics (``CARRY_SITES``) and nowhere else."""
+        return dataclasses.replace(self, **dict.fromkeys(CARRY_SITES, Rounding.parse(rounding)))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no site rounds, so that float64 inputs make sense."""
+        return all(getattr(self, name).is_identity for name in SITE_NAMES)
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether any site draws random numbers."""
+        return any(getattr(self, name).mode == "sr" for name in SITE_NAMES)
+
+    def encode(self) -> str:
+        """A canonical string: only what differs from no rounding, e.g. ``l_carry=bf16,o_carry=2:sr``."""
+        parts = [f"{name}={getattr(self, name)}" for name in SITE_NAMES if not getattr(self, name).is_identity]
+        return ",".join(parts + (["sum_rounded_p"] if self.sum_rounded_p else []))
+
+    @classmethod
+    @functools.lru_cache(maxsize=256)
+    def decode(cls, text: str) -> RoundingSites:
+        """The inverse of :meth:`encode`."""
+        values: dict[str, Any] = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            values[name] = value if value else True
+        return cls.build(overrides=values)
+
+
+SITE_NAMES = tuple(field.name for field in dataclasses.fields(RoundingSites) if field.name != "sum_rounded_p")
+
+# What is carried from tile to tile or saved for the backward pass, and the scores both are made of.
+CARRY_SITES = ("s", "s_bwd", "l_carry", "o_carry", "lse", "delta", "dq")
+
+_OPERANDS = dict(p_pv=_BF16, ds=_BF16, o_out=_BF16)
+_SCORES = dict(s=_BF16, s_scaled=_BF16, s_bwd=_BF16)
+_GRADIENTS = dict.fromkeys(("dq_chunk", "dq", "dk_chunk", "dk", "dv_chunk", "dv"), _BF16)
+_ACCUMULATOR = dict.fromkeys(("l_carry", "pv", "o_rescaled", "o_carry", "o_div", "dp"), _BF16)
+
+PRESETS: dict[str, RoundingSites] = {
+    "fp32": RoundingSites(),
+    "fa2": RoundingSites(**_OPERANDS),
+    "bf16_carry": RoundingSites(**_OPERANDS, **_SCORES, **_ACCUMULATOR, **_GRADIENTS, lse=_BF16, delta=_BF16),
+    "qiu_untiled": RoundingSites(**_OPERANDS, **_SCORES, pv=_BF16, dp=_BF16),
+    "o_carry_only": RoundingSites(**_OPERANDS, **_SCORES, o_carry=_BF16),
+    "l_only": RoundingSites(**_OPERANDS, **_SCORES, l_carry=_BF16),
+    "pv_only": RoundingSites(**_OPERANDS, **_SCORES, pv=_BF16),
+    "ucker_cuda": RoundingSites(
+        **_OPERANDS, **_SCORES, **_ACCUMULATOR, **_GRADIENTS, s_minus_m=_BF16, delta_product=_BF16
+    ),
+    "ucker_cpu": RoundingSites(**dict.fromkeys(SITE_NAMES, _BF16)),
+}

@@ -1,0 +1,153 @@
+"""An experiment: arms, seeds and overrides, as its YAML states them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from argparse import ArgumentError
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class SweepError(ValueError):
+    """The sweep can not start: the message names what is wrong and how to go on."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm with one seed: where it lives and the arguments of `fit`."""
+
+    arm: str
+    seed: int
+    path: Path
+    fit_args: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}/seed_{self.seed}"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment as its YAML states it, with absolute paths."""
+
+    name: str
+    base: tuple[Path, ...]
+    arms: Mapping[str, tuple[Path, ...]]
+    seeds: tuple[int, ...]
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    arm_overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    reference: str | None = None
+
+    def __post_init__(self) -> None:
+        for key, names in (("name", [self.name]), ("arms", list(self.arms))):
+            for name in names:
+                if not NAME.fullmatch(name):
+                    raise SweepError(f"{key}: {name!r} names a directory; use letters, digits, '.', '_' and '-'")
+        if not self.arms or not self.seeds:
+            raise SweepError("arms, seeds: a sweep needs at least one of each")
+        if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise SweepError(f"seeds: {list(self.seeds)} must be different and not negative")
+        reference = [] if self.reference is None else [self.reference]
+        for key, names in (("arm_overrides", list(self.arm_overrides)), ("report.reference", reference)):
+            for name in names:
+                if name not in self.arms:
+                    raise SweepError(f"{key}: {name!r} is not an arm; the arms are {', '.join(self.arms)}")
+        for arm, files in self.arms.items():
+            for file in (*self.base, *files):
+                if not file.is_file():
+                    raise SweepError(f"arm {arm}: no such file: {file}; paths are relative to the experiment's YAML")
+
+    def runs(self, root: Path) -> list[Run]:
+        """All runs, the first seed of every arm first."""
+        return [self._run(arm, seed, root) for seed in self.seeds for arm in self.arms]
+
+    def _run(self, arm: str, seed: int, root: Path) -> Run:
+        args = [part for file in (*self.base, *self.arms[arm]) for part in ("-c", str(file))]
+        args += [
+            "--seed_everything",
+            str(seed),
+            "--run.root",
+            str(root),
+            "--run.experiment",
+            self.name,
+            "--run.arm",
+            arm,
+        ]
+        for key, value in {**self.overrides, **self.arm_overrides.get(arm, {})}.items():
+            args.append(f"--{key}={value if isinstance(value, str) else json.dumps(value)}")
+        return Run(arm, seed, root / self.name / arm / f"seed_{seed}", (*args, "--ckpt_path", "last"))
+
+
+def sweep_parser(description: str) -> ArgumentParser:
+    """The parser of `sweep`, of which an experiment's YAML is the configuration file."""
+    parser = ArgumentParser(
+        prog="python -m lightning_qk sweep", description=description, exit_on_error=False, allow_abbrev=False
+    )
+    parser.add_argument("-c", "--config", action="config", help="the experiment's YAML, required")
+    parser.add_argument("--name", type=str, help="name of the experiment and of its directory")
+    parser.add_argument("--base", type=str | list[str], default=[], help="configurations of every run")
+    parser.add_argument("--arms", type=dict[str, str | list[str]], default={}, help="arm to its overlay file or files")
+    parser.add_argument("--seeds", type=list[int] | str, default=[0], help="e.g. 0,1,2")
+    parser.add_argument("--overrides", type=dict[str, Any], default={}, help="dotted keys given to every run")
+    parser.add_argument("--arm_overrides", type=dict[str, dict[str, Any]], default={}, help="arm to its dotted keys")
+    parser.add_argument("--report.reference", type=str | None, default=None, help="the arm to compare the others with")
+    parser.add_argument("--report_after", type=bool, default=True, help="report at the end (short: --report false)")
+    parser.add_argument("--jobs", type=int | None, default=None, help="runs at a time; default: one a GPU, else a core")
+    parser.add_argument("--only", type=list[str] | str | None, default=None, help="arms to run, e.g. fp32,fault")
+    parser.add_argument("--root", type=str, default="runs", help="directory of all experiments")
+    parser.add_argument("--dry_run", action="store_true", help="print the commands and start nothing")
+    return parser
+
+
+def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experiment]:
+    """Parse the arguments of `sweep` and the experiment's YAML.
+
+    Raises:
+        SweepError: for an unknown key, a wrong value, or a file that is not there.
+    """
+    # `report` is a group with the reference in it, so its on/off switch needs a key of its own.
+    args = [re.sub(r"^--report(?==|$)", "--report_after", arg) for arg in args]
+    try:
+        options = sweep_parser(description).parse_args(args)
+    except ArgumentError as error:
+        raise SweepError(f"sweep {shlex.join(args)}: {error}; see --help") from error
+    if len(options.config or []) != 1:
+        raise SweepError("-c: give exactly one experiment, e.g. -c configs/experiments/demo.yaml")
+    if options.name is None:
+        raise SweepError(f"name: missing in {options.config[0]}; it names the directory of the runs")
+    here = Path(str(options.config[0].absolute)).parent
+    experiment = Experiment(
+        name=options.name,
+        base=_paths(here, options.base),
+        arms={arm: _paths(here, files) for arm, files in options.arms.items()},
+        seeds=tuple(_seed(seed) for seed in _listed(options.seeds)),
+        overrides=options.overrides,
+        arm_overrides=options.arm_overrides,
+        reference=options.report.reference,
+    )
+    options.only = None if options.only is None else _listed(options.only)
+    return options, experiment
+
+
+def _paths(here: Path, files: str | list[str]) -> tuple[Path, ...]:
+    return tuple((here / file).resolve() for file in ([files] if isinstance(files, str) else files))
+
+
+def _listed(value: str | list[Any]) -> list[Any]:
+    """A list, or the comma-separated text that is easier to type."""
+    return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+
+
+def _seed(value: str | int) -> int:
+    try:
+        return int(value)
+    except ValueError as error:
+        raise SweepError(f"seeds: {value!r} is not a whole number; write e.g. --seeds 0,1,2") from error

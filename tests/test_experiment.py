@@ -1,0 +1,170 @@
+"""The experiment's YAML and the command line of `sweep`, and what a sweep shows while it runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_qk.experiment import Run, parse_sweep
+from lightning_qk.sweep import main
+from lightning_qk.sweep_display import Display, number, progress_line
+
+YAML = """
+name: demo
+base: [../base.yaml, ../proxy.yaml]
+arms: {fp32: ../arms/fp32.yaml, guard: [../arms/fault.yaml, ../arms/guard.yaml]}
+seeds: [0, 1]
+overrides: {trainer.max_steps: 1500, model.bias: false}
+arm_overrides: {guard: {trainer.max_steps: 20, trainer.logger: null, data.name: text}}
+report: {reference: fp32}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("base", "proxy", "arms/fp32", "arms/fault", "arms/guard"):
+        path = tmp_path / "configs" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    path = tmp_path / "configs" / "experiments" / "demo.yaml"
+    path.parent.mkdir()
+    path.write_text(YAML)
+    cli = types.ModuleType("lightning_qk.cli")
+    cli.resolve_run = lambda args: types.SimpleNamespace(config_hash="hash")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lightning_qk.cli", cli)
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def test_fit_arguments_follow_the_yaml(config: Path, tmp_path: Path) -> None:
+    _, experiment = parse_sweep(["-c", str(config)], "")
+    run = experiment.runs(Path("runs"))[1]
+    files = [str(tmp_path / "configs" / f"{name}.yaml") for name in ("base", "proxy", "arms/fault", "arms/guard")]
+    assert list(run.fit_args) == [
+        *(part for file in files for part in ("-c", file)),
+        *("--seed_everything", "0", "--run.root", "runs", "--run.experiment", "demo", "--run.arm", "guard"),
+        *("--trainer.max_steps=20", "--model.bias=false", "--trainer.logger=null", "--data.name=text"),
+        *("--ckpt_path", "last"),
+    ]
+    assert run.path == Path("runs/demo/guard/seed_0")
+    assert experiment.reference == "fp32"
+
+
+def test_command_line_overrides_the_yaml(config: Path) -> None:
+    args = ["-c", str(config), "--seeds", "3,4", "--only", "fp32", "--report", "false", "--root", "elsewhere"]
+    options, experiment = parse_sweep(args, "")
+    assert (experiment.seeds, options.only, options.report_after, options.root) == (
+        (3, 4),
+        ["fp32"],
+        False,
+        "elsewhere",
+    )
+    assert experiment.reference == "fp32", "switching the report off keeps its reference"
+    assert parse_sweep(["-c", str(config), "--seeds=7"], "")[1].seeds == (7,)
+
+
+def test_dry_run_from_the_command_line(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-c", str(config), "--dry_run", "--only", "guard"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(" -m lightning_qk fit -c ") == 2
+    assert "# guard/seed_1: to run" in out
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (("seeds:", "seedz:"), "seedz"),
+        (("seeds: [0, 1]", "seeds: [0, x]"), "seeds"),
+        (("seeds: [0, 1]", "seeds: [1, 1]"), "seeds: [1, 1] must be different"),
+        (("name: demo", "name: ../demo"), "name: '../demo' names a directory"),
+        (("name: demo", "jobs: 1"), "name: missing"),
+        (("arms/fault.yaml", "arms/fualt.yaml"), "arm guard: no such file: "),
+        (("arm_overrides: {guard", "arm_overrides: {gaurd"), "arm_overrides: 'gaurd' is not an arm"),
+        (("reference: fp32", "reference: fp23"), "report.reference: 'fp23' is not an arm"),
+        (("reference: fp32", "refrence: fp32"), "refrence"),
+        (("name: demo", "name: ["), "demo.yaml"),
+    ],
+)
+def test_mistakes_in_the_yaml_are_named(
+    edit: tuple[str, str], message: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(YAML.replace(*edit))
+    assert main(["-c", str(config)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "-c: give exactly one experiment"),
+        (["-c", "nowhere.yaml"], "nowhere.yaml"),
+        (["-c", "CONFIG", "--only", "fp32,fp8"], "only: fp8: not an arm; the arms are fp32, guard"),
+        (["-c", "CONFIG", "--jobs", "0"], "jobs: 0 must be at least 1"),
+        (["-c", "CONFIG", "--seeds", "a"], "seeds: 'a' is not a whole number"),
+        (["-c", "CONFIG", "--job", "2"], "--job"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_named(
+    args: list[str], message: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(config) if arg == "CONFIG" else arg for arg in args]) == 2
+    assert message in capsys.readouterr().err
+
+
+# ---- display -------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def progress(run: Run, step: int) -> None:
+    state = {"step": step, "max_steps": 100, "loss": 2.5, "sigma_q": None, "max_logit": "inf", "guard": "fired"}
+    run.path.mkdir(parents=True, exist_ok=True)
+    (run.path / "progress.json").write_text(json.dumps({**state, "steps_per_s": 2.0, "phase": "training"}))
+
+
+def test_progress_line(tmp_path: Path) -> None:
+    run = Run("fault", 3, tmp_path, ())
+    progress(run, 50)
+    line = progress_line(run, json.loads((tmp_path / "progress.json").read_text()))
+    assert line.split() == [
+        *("fault", "seed", "3", "[########--------]", "50/100", "loss", "2.50", "sigma_q", "-", "logit", "inf"),
+        *("guard", "fired", "2.0", "it/s", "ETA", "0:25"),
+    ]
+
+
+def test_terminal_lines_are_redrawn_in_place(tmp_path: Path) -> None:
+    stream, run = Terminal(), Run("fault", 0, tmp_path, ())
+    with Display(stream) as display:
+        display.begin(total=1, done=0, jobs=1)
+        display.started(run)
+        display.update([run], 0)
+        assert stream.getvalue().endswith("0/1 done, 1 running, 0 waiting\n")
+        display.print("a lasting line")
+        assert stream.getvalue().endswith("\x1b[2F\x1b[Ja lasting line\n")
+
+
+def test_log_gets_one_line_a_quarter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_qk.sweep_display.REFRESH_S", 0.0)
+    stream, run = io.StringIO(), Run("fault", 0, tmp_path, ())
+    display = Display(stream)
+    display.started(run)
+    for step in range(0, 101, 5):
+        progress(run, step)
+        display.update([run], 0)
+    lines = stream.getvalue().splitlines()[1:]
+    assert [line.split()[4] for line in lines] == ["25/100", "50/100", "75/100"]
+
+
+@pytest.mark.parametrize(("value", "text"), [(None, "-"), (3.14159, "3.14"), (378880.0, "378,880"), ("nan", "nan")])
+def test_numbers_are_short(value: Any, text: str) -> None:
+    assert number(value) == text

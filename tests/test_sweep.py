@@ -1,0 +1,348 @@
+"""The sweep: what it launches, in how many processes, and what it leaves behind. `fit` is played by a small script."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_qk import sweep as sweep_module
+from lightning_qk.experiment import Experiment, Run, SweepError
+from lightning_qk.sweep import Sweep, main
+from lightning_qk.sweep_display import Display
+
+FAKE_FIT = textwrap.dedent(
+    """
+    import json, os, signal, subprocess, sys, time
+    from pathlib import Path
+
+    run, how = Path(sys.argv[1]), sys.argv[2]
+    board = run.parents[1] / "board"  # what the test reads
+    board.mkdir(exist_ok=True)
+    name = f"{run.parent.name}-{run.name}"
+
+    def write(path, text):
+        path.with_suffix(".part").write_text(text)
+        path.with_suffix(".part").rename(path)
+
+    def wait_for(condition):
+        deadline = time.monotonic() + 30
+        while not condition():
+            if time.monotonic() > deadline:
+                sys.exit("the fake fit waited in vain")
+            time.sleep(0.02)
+
+    print("training", name, flush=True)
+    with (board / "launched").open("a") as file:
+        file.write(name + "\\n")
+    if how == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        write(board / f"{name}.pids", f"{os.getpid()} {worker.pid}")
+        time.sleep(600)
+    if how == "pair":  # go on only once two runs are alive at the same time
+        (board / f"{name}.alive").touch()
+        alive = len(list(board.glob("*.alive")))
+        wait_for(lambda: len((board / "launched").read_text().split()) >= 2)
+        with (board / "counts").open("a") as file:
+            file.write(f"{alive} ")
+        (board / f"{name}.alive").unlink()
+    if how == "crash":
+        print("RuntimeError: out of memory")
+        sys.exit(3)
+    if how == "silent":
+        sys.exit(0)
+    if how == "env":
+        keys = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "LIGHTNING_QK_THREADS", "CUDA_VISIBLE_DEVICES"]
+        write(board / f"{name}.env", json.dumps({key: os.environ.get(key) for key in keys}))
+    status = how if how in ("failed", "collapsed") else "completed"
+    write(run / "verdict.json", json.dumps({
+        "schema": 1, "status": status, "experiment": "demo", "arm": run.parent.name, "seed": int(run.name[5:]),
+        "step": 10, "max_steps": 20, "collapse_step": 7 if status == "collapsed" else None, "guard_step": None,
+        "loss": 2.0, "min_loss": 1.0, "val_loss": None, "sigma_q": 4.0, "sigma_k": 4.0, "max_logit": 30.0,
+        "max_logit_peak": 40.0, "seconds": 1.0, "versions": {}, "config_hash": "hash", "error": None}))
+    """
+)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    config_hash: str = "hash"
+    run_dir: Path = Path()
+
+
+@dataclass
+class Lab:
+    """An experiment of two arms whose `fit` is the script above."""
+
+    root: Path
+    fake: Path
+    how: dict[str, str] = field(default_factory=dict)
+    out: io.StringIO = field(default_factory=io.StringIO)
+
+    def experiment(self, seeds: tuple[int, ...] = (0, 1), **changes: Any) -> Experiment:
+        base, arm = self.root / "base.yaml", self.root / "arm.yaml"
+        base.touch()
+        arm.touch()
+        values = {"name": "demo", "base": (base,), "arms": {"fp32": (arm,), "fault": (arm,)}, "seeds": seeds}
+        return Experiment(**{**values, **changes})
+
+    def sweep(self, resolve: Callable[[list[str]], Any] = lambda args: Resolved(), **options: Any) -> Sweep:
+        experiment = options.pop("experiment", None) or self.experiment()
+
+        def command(run: Run) -> list[str]:
+            return [sys.executable, "-I", "-S", str(self.fake), str(run.path), self.how.get(run.name, "ok")]
+
+        return Sweep(
+            *(experiment, self.root / "runs"), resolve=resolve, launcher=command, display=Display(self.out), **options
+        )
+
+    def path(self, name: str) -> Path:
+        return self.root / "runs" / "demo" / name
+
+    def launched(self) -> list[str]:
+        file = self.path("board/launched")
+        return file.read_text().split() if file.exists() else []
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    fake = tmp_path / "fake_fit.py"
+    fake.write_text(FAKE_FIT)
+    return Lab(tmp_path, fake)
+
+
+def verdict(lab: Lab, name: str) -> Mapping[str, Any]:
+    return json.loads(lab.path(f"{name}/verdict.json").read_text())
+
+
+def test_all_runs_get_verdict_log_and_record(lab: Lab) -> None:
+    lab.how["fault/seed_1"] = "collapsed"
+    assert lab.sweep(jobs=2).run() == 0
+    assert verdict(lab, "fault/seed_1")["status"] == "collapsed"
+    log = lab.path("fp32/seed_1/log.txt").read_text()
+    assert "fake_fit.py" in log and "training fp32-seed_1" in log
+    record = json.loads(lab.path("experiment.json").read_text())
+    assert (record["arms"], record["seeds"], record["reference"]) == (["fp32", "fault"], [0, 1], None)
+    out = lab.out.getvalue()
+    assert "fault/seed_1: collapsed at step 7 of 20, loss 2.00 (min 1.00)" in out
+    assert "\x1b" not in out, "no cursor movement where the output is not a terminal"
+
+
+def test_seeds_first_then_arms(lab: Lab) -> None:
+    assert lab.sweep(jobs=1).run() == 0
+    assert lab.launched() == ["fp32-seed_0", "fault-seed_0", "fp32-seed_1", "fault-seed_1"]
+
+
+def test_jobs_run_together_and_no_more_than_asked(lab: Lab) -> None:
+    lab.how = {f"{arm}/seed_{seed}": "pair" for arm in ("fp32", "fault") for seed in (0, 1, 2)}
+    assert lab.sweep(experiment=lab.experiment((0, 1, 2)), jobs=2).run() == 0
+    counts = [int(count) for count in lab.path("board/counts").read_text().split()]
+    assert len(counts) == 6
+    assert max(counts) <= 2
+
+
+@pytest.mark.parametrize("gpus", [[], ["2", "5"]])
+def test_environment_of_a_run(lab: Lab, gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_module, "_gpus", lambda: gpus)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    lab.how["fp32/seed_0"] = "env"
+    sweep = lab.sweep(experiment=lab.experiment((0,)), only=["fp32"])
+    assert sweep.jobs == (2 if gpus else sweep_module._cores())
+    assert sweep.run() == 0
+    env = json.loads(lab.path("board/fp32-seed_0.env").read_text())
+    assert env["CUDA_VISIBLE_DEVICES"] == ("2" if gpus else None)
+    assert env["OMP_NUM_THREADS"] == env["LIGHTNING_QK_THREADS"] == (None if gpus else "1")
+
+
+def test_done_runs_are_not_run_again_and_failed_ones_are(lab: Lab) -> None:
+    lab.how = {"fault/seed_0": "failed"}
+    assert lab.sweep(jobs=2).run() == 1
+    assert len(lab.launched()) == 4
+    lab.how = {}
+    assert lab.sweep(jobs=2).run() == 0
+    assert lab.launched()[4:] == ["fault-seed_0"]
+    assert lab.path("fault/seed_0/log.txt").read_text().count("training") == 2, "the log is appended to"
+
+
+def test_failed_runs_are_reported_and_the_others_go_on(lab: Lab) -> None:
+    lab.how = {"fp32/seed_0": "crash", "fault/seed_0": "silent"}
+    assert lab.sweep(jobs=1).run() == 1
+    out = lab.out.getvalue()
+    assert f"fp32/seed_0: FAILED, exit status 3; the end of {lab.path('fp32/seed_0/log.txt')}" in out
+    assert "    RuntimeError: out of memory" in out
+    assert "fault/seed_0: FAILED, left no verdict" in out
+    assert verdict(lab, "fault/seed_1")["status"] == "completed"
+
+
+def test_changed_configuration_of_a_finished_run_is_refused(lab: Lab) -> None:
+    assert lab.sweep(jobs=2).run() == 0
+    with pytest.raises(SweepError, match=r"fp32/seed_0: holds a finished run .*config_hash hash, now new.*--root"):
+        lab.sweep(resolve=lambda args: Resolved("new")).run()
+    assert len(lab.launched()) == 4
+
+
+def test_changed_configuration_of_a_started_run_is_refused(lab: Lab) -> None:
+    lab.how = {"fp32/seed_0": "silent"}
+    assert lab.sweep(jobs=2).run() == 1
+
+    def changed(args: list[str]) -> Resolved:
+        return Resolved("new" if {"fp32", "0"} <= set(args) else "hash")
+
+    lab.path("fp32/seed_0/checkpoints").mkdir()
+    checkpoint = lab.path("fp32/seed_0/checkpoints/last.ckpt")
+    checkpoint.touch()
+    with pytest.raises(SweepError, match="fp32/seed_0: holds a started run of another configuration"):
+        lab.sweep(resolve=changed).run()
+    checkpoint.unlink()  # with nothing to resume from, the new configuration starts afresh
+    lab.how = {}
+    assert lab.sweep(resolve=changed).run() == 0
+
+
+def test_mistake_in_the_last_arm_stops_before_the_first_run(lab: Lab) -> None:
+    def resolve(args: list[str]) -> Resolved:
+        if args[args.index("--run.arm") + 1] == "fault":
+            raise ValueError("Key 'trainer.max_stepz' is not expected")
+        return Resolved()
+
+    with pytest.raises(SweepError, match=r"arm fault \(.*arm.yaml\), seed 0: Key 'trainer.max_stepz'"):
+        lab.sweep(resolve=resolve).run()
+    assert not (lab.root / "runs").exists()
+
+
+def test_broken_verdict_names_the_file(lab: Lab) -> None:
+    lab.path("fp32/seed_0").mkdir(parents=True)
+    lab.path("fp32/seed_0/verdict.json").write_text("{")
+    with pytest.raises(ValueError, match=r"fp32/seed_0/verdict.json"):
+        lab.sweep().run()
+
+
+def test_dry_run_prints_commands_and_writes_nothing(lab: Lab) -> None:
+    assert lab.sweep().dry_run() == 0
+    assert lab.out.getvalue().count("fake_fit.py") == 4
+    assert not (lab.root / "runs").exists()
+
+
+def test_second_sweep_on_the_same_experiment_is_refused(lab: Lab) -> None:
+    lab.path("").mkdir(parents=True)
+    with lab.path(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(SweepError, match=r"\.lock: another sweep runs this experiment"):
+            lab.sweep().run()
+    assert lab.launched() == []
+    assert lab.sweep().run() == 0
+
+
+def test_main_runs_and_reports(lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lab.how = {"fp32/seed_1": "crash"}
+    (lab.root / "arm.yaml").touch()
+    config = lab.root / "demo.yaml"
+    config.write_text("{name: demo, arms: {fp32: arm.yaml, fault: arm.yaml}, seeds: [0, 1], report: {reference: fp32}}")
+
+    def build(experiment: Experiment, root: Path, jobs: int | None, only: list[str] | None) -> Sweep:
+        return lab.sweep(experiment=experiment, jobs=jobs, only=only)
+
+    monkeypatch.setattr(sweep_module, "Sweep", build)
+    assert main(["-c", str(config), "--jobs", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "Not counted: fp32/seed_1 is unfinished" in out
+    assert "Against fp32" in out
+    assert f"tensorboard --logdir {lab.path('')}" in out
+    assert lab.path("figure.png").exists()
+
+
+# ---- interrupts ----------------------------------------------------------------------------------------------------
+
+DRIVER = textwrap.dedent(
+    """
+    import signal, sys
+    from pathlib import Path
+    sys.path.insert(0, str(Path(sys.argv[1]).parent))
+    import test_sweep
+    from lightning_qk import sweep
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+    sweep.GRACE_S = 0.3
+    lab = test_sweep.Lab(Path(sys.argv[2]), Path(sys.argv[2]) / "fake_fit.py", out=sys.stdout)
+    lab.how = {"fp32/seed_1": "hang", "fault/seed_1": "hang"}
+    sys.exit(lab.sweep(jobs=2).run())
+    """
+)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs; one that has ended and that nobody has waited for is a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+@pytest.fixture
+def hanging(lab: Lab) -> Any:
+    """A sweep with two finished runs and two that hang, each with a worker process of its own."""
+    driver = lab.root / "driver.py"
+    driver.write_text(DRIVER)
+    process = subprocess.Popen(
+        [sys.executable, str(driver), __file__, str(lab.root)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    files = [lab.path(f"board/{arm}-seed_1.pids") for arm in ("fp32", "fault")]
+    try:
+        wait_until(lambda: all(file.exists() for file in files) or process.poll() is not None)
+        assert process.poll() is None, process.communicate()[0]
+        pids = [int(pid) for file in files for pid in file.read_text().split()]
+        assert all(alive(pid) for pid in pids)
+        yield types.SimpleNamespace(process=process, pids=pids)
+    finally:
+        process.kill()
+        process.wait()
+        for file in files:
+            for pid in file.read_text().split() if file.exists() else []:
+                if alive(int(pid)):
+                    os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_keeps_finished_runs_and_leaves_no_orphan(lab: Lab, hanging: Any, number: signal.Signals) -> None:
+    hanging.process.send_signal(number)
+    out, _ = hanging.process.communicate(timeout=60)
+    assert hanging.process.returncode == 130, out
+    wait_until(lambda: not any(alive(pid) for pid in hanging.pids))
+    assert verdict(lab, "fp32/seed_0")["status"] == verdict(lab, "fault/seed_0")["status"] == "completed"
+    assert "2 of 4 runs left (fp32/seed_1, fault/seed_1)" in out
+    assert "the same command goes on from here" in out
+    assert lab.sweep(jobs=2).run() == 0
+    assert sorted(lab.launched()[4:]) == ["fault-seed_1", "fp32-seed_1"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_runs_die_with_a_killed_sweep(hanging: Any) -> None:
+    hanging.process.kill()
+    hanging.process.wait()
+    trainers = hanging.pids[::2]
+    wait_until(lambda: not any(alive(pid) for pid in trainers))
