@@ -1,1 +1,11 @@
+"""What watches or intervenes while a run goes."""
 
+from callbacks.collapse_stop import CollapseStop
+from callbacks.qk_guard import QKGuard
+from callbacks.random_state import RandomState
+from callbacks.route_splice import RouteSplice
+from callbacks.run_progress_bar import RunProgressBar
+from callbacks.run_recorder import RunRecorder
+from callbacks.spectral_monitor import SpectralMonitor
+
+__all__ = ["CollapseStop", "QKGuard", "RandomState", "RouteSplice", "RunProgressBar", "RunRecorder", "SpectralMonitor"]

@@ -1,0 +1,130 @@
+"""Writes what a run is doing (``progress.json``) and how it ended (``verdict.json``) into its directory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_qk.verdict import SCHEMA, VERDICT_FILE, versions, write_json_atomic
+
+_FIELDS = ("collapse_step", "guard_step", "loss", "min_loss", "sigma_q", "sigma_k", "max_logit", "max_logit_peak")
+
+
+class RunRecorder(Callback):
+    """Collects ``verdict_fields()`` from every callback that has them.
+
+    The CLI fills in the arguments; the files go to ``trainer.default_root_dir``. Only rank zero writes.
+
+    Args:
+        experiment: name of the experiment.
+        arm: name of the arm.
+        seed: the run's seed.
+        config_hash: hash of the configuration, to tell whether a finished run is the one that is asked for.
+        refresh_s: seconds between two writes of ``progress.json``.
+    """
+
+    def __init__(
+        self, experiment: str = "run", arm: str = "base", seed: int = 0, config_hash: str = "", refresh_s: float = 1.0
+    ) -> None:
+        self.experiment, self.arm, self.seed, self.config_hash = experiment, arm, seed, config_hash
+        self.refresh_s = refresh_s
+        self._seconds = 0.0
+        self._started = self._written = time.monotonic()
+        self._first_step = 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._started, self._first_step = time.monotonic(), trainer.global_step
+        self._progress(trainer, "starting")
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.is_global_zero and time.monotonic() - self._written >= self.refresh_s:
+            self._progress(trainer, "training")
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._progress(trainer, "finished")
+        self._verdict(trainer, None)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt | SystemExit):
+            return  # interrupted is not failed: the run can go on from its checkpoint
+        self._verdict(trainer, f"{type(exception).__name__}: {exception}")
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # events up to a checkpoint must be on disk before it: a killed run goes on from there and does not log them again
+        for logger in trainer.loggers:
+            if hasattr(logger.experiment, "flush"):
+                logger.experiment.flush()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self._seconds + time.monotonic() - self._started}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._seconds = state_dict["seconds"]
+
+    def _fields(self, trainer: Trainer) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if hasattr(callback, "verdict_fields"):
+                fields |= callback.verdict_fields()
+        return fields
+
+    def _progress(self, trainer: Trainer, phase: str) -> None:
+        if not trainer.is_global_zero:
+            return
+        self._written = time.monotonic()
+        fields, elapsed = self._fields(trainer), self._written - self._started
+        steps = trainer.global_step - self._first_step
+        loss = trainer.callback_metrics.get("loss/train")
+        write_json_atomic(
+            Path(trainer.default_root_dir) / "progress.json",
+            {
+                "step": trainer.global_step,
+                "max_steps": trainer.max_steps,
+                "loss": None if loss is None else float(loss),
+                "sigma_q": fields.get("sigma_q"),
+                "max_logit": fields.get("max_logit"),
+                "guard": fields.get("guard", "off"),
+                "steps_per_s": steps / elapsed if elapsed > 0 and steps else None,
+                "phase": phase,
+            },
+        )
+
+    def _verdict(self, trainer: Trainer, error: str | None) -> None:
+        if not trainer.is_global_zero:
+            return
+        fields = self._fields(trainer)
+        val_loss = trainer.callback_metrics.get("loss/val")
+        write_json_atomic(
+            Path(trainer.default_root_dir) / VERDICT_FILE,
+            {
+                "schema": SCHEMA,
+                "status": "failed" if error else fields.pop("status", "completed"),
+                "experiment": self.experiment,
+                "arm": self.arm,
+                "seed": self.seed,
+                "step": trainer.global_step,
+                "max_steps": trainer.max_steps,
+                **{name: fields.pop(name, None) for name in _FIELDS},
+                **{name: value for name, value in fields.items() if name != "status"},
+                "val_loss": None if val_loss is None else float(val_loss),
+                "seconds": self._seconds + time.monotonic() - self._started,
+                "versions": versions(),
+                "threads": torch.get_num_threads(),
+                "config_hash": self.config_hash,
+                "error": error,
+            },
+        )

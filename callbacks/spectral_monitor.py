@@ -1,0 +1,98 @@
+"""Watches the query-key channel: singular values of W_Q and W_K, and the attention logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from typing_extensions import override
+
+from callbacks.step import OptimizerStepClock
+from kernels import TopSingular
+from lightning_qk.module import full
+from lightning_qk.routes import attention_sites
+
+
+class SpectralMonitor(Callback):
+    """Logs ``sigma/q``, ``sigma/k`` and ``logit/max``, each as the maximum over layers and per layer.
+
+    ``sigma/q`` is the largest singular value of the query projection's weight after the step (healthy GPT-2 small: about
+    11; runaway: 237). ``logit/max`` is the largest scaled, signed, masked attention logit of that step's
+    micro-batches, as the attention core reports it, over all ranks.
+
+    Args:
+        every_n_steps: optimizer steps between two readings of the spectra.
+        per_layer: also log every layer (``sigma/q/layer_00``, ...).
+        tied_rows: also log ``logit/tied_rows``, the rows whose maximum is reached more than once (streaming core only).
+
+    Raises:
+        ValueError: ``every_n_steps`` below 1.
+    """
+
+    def __init__(self, every_n_steps: int = 10, per_layer: bool = True, tied_rows: bool = False) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"SpectralMonitor: every_n_steps={every_n_steps} must be at least 1.")
+        self.every_n_steps, self.per_layer, self.tied_rows = every_n_steps, per_layer, tied_rows
+        self._clock = OptimizerStepClock()
+        self._top = TopSingular(k=1)
+        self._max_logit_L: Tensor | None = None
+        self._last: dict[str, float] = {}
+        self._peak_logit = float("-inf")
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for site in attention_sites(pl_module):
+            site.core.observed = True
+        self._clock.start(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        stepped = self._clock.stepped(trainer)
+        step = trainer.global_step + (0 if stepped else 1)  # the step that this micro-batch belongs to
+        if step % self.every_n_steps and step != 1:
+            return
+        sites = attention_sites(pl_module)
+        logits_L = torch.stack([site.core.max_logit_H.amax() for site in sites]).float()
+        self._max_logit_L = logits_L if self._max_logit_L is None else torch.maximum(self._max_logit_L, logits_L)
+        if not stepped:
+            return
+        if trainer.world_size > 1:
+            torch.distributed.all_reduce(self._max_logit_L, op=torch.distributed.ReduceOp.MAX)
+        self._log("logit/max", self._max_logit_L, pl_module)
+        self._peak_logit = max(self._peak_logit, self._last["logit/max"])
+        self._max_logit_L = None
+        if self.tied_rows:
+            rows = torch.stack([site.core.tied_rows_H.sum() for site in sites]).float()  # type: ignore[attr-defined]
+            pl_module.log("logit/tied_rows", rows.sum())
+        weights = [full(site.q_proj.weight.detach()) for site in sites]
+        weights += [full(site.k_proj.weight.detach()) for site in sites]
+        sigma = self._top(torch.stack(weights)).s[:, 0]
+        for name, values in zip(("sigma/q", "sigma/k"), sigma.chunk(2), strict=True):
+            self._log(name, values, pl_module)
+
+    def _log(self, name: str, values_L: Tensor, pl_module: LightningModule) -> None:
+        self._last[name] = float(values_L.max())  # NaN propagates
+        pl_module.log(name, self._last[name])
+        if self.per_layer:
+            pl_module.log_dict({f"{name}/layer_{layer:02d}": value for layer, value in enumerate(values_L.tolist())})
+
+    def verdict_fields(self) -> dict[str, Any]:
+        """What the run's verdict takes from here."""
+        return {
+            "sigma_q": self._last.get("sigma/q"),
+            "sigma_k": self._last.get("sigma/k"),
+            "max_logit": self._last.get("logit/max"),
+            "max_logit_peak": self._peak_logit if self._last else None,
+        }
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": dict(self._last), "peak_logit": self._peak_logit}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._last, self._peak_logit = dict(state_dict["last"]), state_dict["peak_logit"]

@@ -1,0 +1,239 @@
+"""``fit``, ``validate`` and ``test``: LightningCLI with run directories, exact resume and errors instead of silence.
+
+Several ``-c`` files merge from left to right; an arm is an overlay of a few lines. ``run.*`` and the seed name the run's
+directory, ``<root>/<experiment>/<arm>/seed_<n>``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+from typing_extensions import override
+
+import callbacks  # noqa: F401  (short class names in YAML resolve to imported classes)
+import lightning_qk.precision  # noqa: F401
+from callbacks import RandomState, RunRecorder
+from lightning_qk.data import TokenData
+from lightning_qk.module import GPTModule
+from lightning_qk.verdict import read_verdict
+
+DONE = ("completed", "collapsed", "nonfinite")
+
+
+@dataclasses.dataclass
+class RunConfig:
+    """Where a run's files go: ``<root>/<experiment>/<arm>/seed_<seed_everything>``.
+
+    Args:
+        root: directory of all runs.
+        experiment: groups the arms that are compared.
+        arm: name of the arm; every arm's YAML sets its own.
+        overwrite: delete what an earlier run left in the directory.
+    """
+
+    root: str = "runs"
+    experiment: str = "default"
+    arm: str = "base"
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("experiment", "arm"):
+            value = getattr(self, key)
+            if not value or value in (".", "..") or os.sep in value:
+                raise ValueError(f"run.{key}={value!r} must be a plain directory name.")
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedRun:
+    """What a ``fit`` command would run.
+
+    Attributes:
+        config_hash: hash of all that decides the run's numbers.
+        run_dir: its directory.
+    """
+
+    config_hash: str
+    run_dir: Path
+
+
+class RunFinished(Exception):
+    """The run that is to be resumed has its verdict already."""
+
+
+class QKCLI(LightningCLI):
+    """LightningCLI that gives every run a directory of its own."""
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_class_arguments(RunConfig, "run")
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        """Not Lightning's: that lets the checkpoint override the command line silently. GPTModule compares and refuses."""
+
+    @property
+    def _options(self) -> Namespace:
+        return self.config[self.subcommand] if self.subcommand else self.config
+
+    def resolve(self) -> ResolvedRun:
+        """The run's directory and configuration hash."""
+        options = self._options
+        run, seed = options.run, options.seed_everything
+        if isinstance(seed, bool) or seed is None:
+            raise ValueError(f"seed_everything={seed}: give a number, the run's directory and its data depend on it.")
+        return ResolvedRun(config_hash(options), Path(run.root) / run.experiment / run.arm / f"seed_{seed}")
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        self.resolved = self.resolve()
+        if self.subcommand == "fit":
+            self._prepare_directory()
+        elif self.subcommand and self._options.get("ckpt_path") == "last":
+            self._options.ckpt_path = _last_checkpoint(self.resolved.run_dir)
+
+    def _prepare_directory(self) -> None:
+        options, run_dir = self._options, self.resolved.run_dir
+        if options.run.overwrite and run_dir.exists():
+            shutil.rmtree(run_dir)
+        verdict = read_verdict(run_dir)
+        used = verdict is not None or any(run_dir.glob("events.out.tfevents.*"))
+        if options.ckpt_path is None and used:
+            raise ValueError(
+                f"{run_dir} holds a run already ({verdict['status'] if verdict else 'unfinished'}). Go on with it by "
+                "--ckpt_path last, give another --run.experiment or --seed_everything, or replace it by --run.overwrite true."
+            )
+        if options.ckpt_path is None:
+            return
+        if verdict is not None and verdict["status"] in DONE and verdict.get("config_hash") == self.resolved.config_hash:
+            raise RunFinished(f"{run_dir} is finished ({verdict['status']} at step {verdict['step']}): nothing to do.")
+        if options.ckpt_path == "last":
+            options.ckpt_path = _last_checkpoint(run_dir)
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        options, run_dir = self._options, self.resolved.run_dir
+        kwargs.setdefault("default_root_dir", str(run_dir))
+        if options.trainer.get("logger") in (None, True):
+            kwargs.setdefault("logger", self._logger() if self.subcommand == "fit" else False)
+        if self.subcommand == "fit":
+            recorder = RunRecorder(
+                options.run.experiment, options.run.arm, options.seed_everything, self.resolved.config_hash
+            )
+            self.trainer_defaults["callbacks"] = [RandomState(), recorder]
+        return super().instantiate_trainer(**kwargs)
+
+    def _logger(self) -> TensorBoardLogger:
+        options, run_dir = self._options, self.resolved.run_dir
+        purge_step = None
+        if options.ckpt_path is not None:
+            purge_step = torch.load(options.ckpt_path, map_location="cpu", mmap=True, weights_only=True)["global_step"]
+        elif any(run_dir.glob("events.out.tfevents.*")):
+            purge_step = 0  # killed before its first checkpoint: starts over
+        return TensorBoardLogger(
+            run_dir.parent.parent, name=run_dir.parent.name, version=run_dir.name, default_hp_metric=False,
+            purge_step=purge_step,
+        )  # fmt: skip
+
+
+def _last_checkpoint(run_dir: Path) -> str | None:
+    path = run_dir / "checkpoints" / "last.ckpt"
+    return str(path) if path.exists() else None
+
+
+def config_hash(options: Namespace) -> str:
+    """sha256 (16 hex digits) of a parsed configuration, less what does not change a run's numbers."""
+    plain = yaml.safe_load(yaml.safe_dump(_plain(options.as_dict())))
+    for key in ("config", "ckpt_path", "weights_only", "verbose"):
+        plain.pop(key, None)
+    for key in ("root", "overwrite"):
+        plain["run"].pop(key, None)
+    plain["trainer"].pop("enable_progress_bar", None)
+    return hashlib.sha256(yaml.safe_dump(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def build(args: list[str] | None, run: bool) -> QKCLI:
+    """The CLI for ``args`` (None: ``sys.argv``); with ``run=False`` nothing is trained and there is no subcommand."""
+    return QKCLI(
+        GPTModule,
+        TokenData,
+        subclass_mode_data=True,
+        seed_everything_default=0,
+        save_config_kwargs={"overwrite": True},
+        auto_configure_optimizers=False,
+        run=run,
+        args=args,
+    )
+
+
+class _ParseOnly(QKCLI):
+    """Stops before anything is built."""
+
+    @override
+    def instantiate_classes(self) -> None:
+        self.resolved = self.resolve()
+
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+def resolve_run(fit_args: list[str]) -> ResolvedRun:
+    """Parses the arguments of ``fit`` and says what they would run, without starting it.
+
+    Raises:
+        ValueError: the configuration is wrong; the message is the parser's.
+    """
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            cli = _ParseOnly(
+                GPTModule,
+                TokenData,
+                subclass_mode_data=True,
+                seed_everything_default=0,
+                save_config_callback=None,
+                auto_configure_optimizers=False,
+                args=["fit", *fit_args],
+            )
+    except SystemExit as error:
+        raise ValueError(messages.getvalue().strip() or f"exit status {error.code}") from None
+    return cli.resolved
+
+
+def main(args: list[str]) -> int:
+    """Runs a subcommand of Trainer; 0 when it is done, 2 when the configuration or its files are wrong."""
+    threads = os.environ.get("LIGHTNING_QK_THREADS")
+    if threads:
+        torch.set_num_threads(int(threads))
+    try:
+        build(args, run=True)
+    except RunFinished as finished:
+        print(finished)
+    except (ValueError, FileNotFoundError) as error:
+        if os.environ.get("LIGHTNING_QK_TRACEBACK"):
+            raise
+        print(f"error: {error}\n(LIGHTNING_QK_TRACEBACK=1 shows where)", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,257 @@
+"""A GPT whose query, key, value and output projections stay apart, so that each is a route of its own.
+
+Pre-norm decoder of GPT-2 (Radford et al. 2019) as nanoGPT trains it: LayerNorm, exact GELU, tied embeddings, no biases by
+default, N(0, 0.02) initialisation with residual projections scaled by 1/sqrt(2 * layers). Positions are learned or rotary
+(arXiv 2104.09864).
+
+QK-norm, the action of a guard, is parameter-free RMS normalisation of every query and key head in float32; since both then
+have norm sqrt(D), ``|logit| <= sqrt(D)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_qk.attention import AttentionCore, SDPACore
+
+QK_NORM_EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT.
+
+    Args:
+        n_layers: decoder blocks.
+        n_heads: attention heads a block; divides ``d_model``.
+        d_model: width of the residual stream.
+        context: longest sequence.
+        vocab_size: rows of the embedding.
+        positions: ``learned`` embeddings, or ``rope``: rotary, on q and k before QK-norm.
+        bias: biases in linear layers and LayerNorms.
+        dropout: after embeddings, attention output and MLP.
+        mlp_ratio: hidden width of the MLP over ``d_model``.
+
+    Raises:
+        ValueError: naming the field that cannot be.
+    """
+
+    n_layers: int = 2
+    n_heads: int = 2
+    d_model: int = 64
+    context: int = 128
+    vocab_size: int = 256
+    positions: Literal["learned", "rope"] = "learned"
+    bias: bool = False
+    dropout: float = 0.0
+    mlp_ratio: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("n_layers", "n_heads", "d_model", "context", "vocab_size", "mlp_ratio"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"GPTConfig.{name}={getattr(self, name)} must be at least 1.")
+        if self.d_model % self.n_heads:
+            raise ValueError(f"GPTConfig.d_model={self.d_model} must be a multiple of n_heads={self.n_heads}.")
+        if self.positions not in ("learned", "rope"):
+            raise ValueError(f"GPTConfig.positions={self.positions!r} must be 'learned' or 'rope'.")
+        if self.positions == "rope" and (self.d_model // self.n_heads) % 2:
+            raise ValueError(f"GPTConfig: rope needs an even head dimension, got {self.d_model // self.n_heads}.")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"GPTConfig.dropout={self.dropout} must be in [0, 1).")
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> GPTConfig:
+        """``proxy``, ``gpt2-small`` or ``gpt2-medium``, with single fields replaced by keyword."""
+        if name not in PRESETS:
+            raise ValueError(f"GPT preset {name!r} is not one of {', '.join(PRESETS)}.")
+        unknown = sorted(set(overrides) - {field.name for field in dataclasses.fields(cls)})
+        if unknown:
+            known = ", ".join(field.name for field in dataclasses.fields(cls))
+            raise ValueError(f"GPTConfig has no field {unknown[0]!r}; its fields are {known}.")
+        return cls(**{**PRESETS[name], **overrides})
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.d_model // self.n_heads
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "proxy": dict(n_layers=2, n_heads=2, d_model=64, context=128, vocab_size=256),
+    "gpt2-small": dict(n_layers=12, n_heads=12, d_model=768, context=1024, vocab_size=50_304),
+    "gpt2-medium": dict(n_layers=24, n_heads=16, d_model=1024, context=1024, vocab_size=50_304),
+}
+
+
+class Attention(nn.Module):
+    """Causal self-attention with separate projections, switchable QK-norm and a replaceable core.
+
+    Attributes:
+        core: the :class:`AttentionCore`; replace it in place.
+        qk_norm: persistent bool buffer, whether q and k are normalised. Set it by :meth:`set_qk_norm`.
+    """
+
+    qk_norm: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_heads, self.dropout = config.n_heads, nn.Dropout(config.dropout)
+        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.k_proj = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.v_proj = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.o_proj = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.core: AttentionCore = SDPACore()
+        self.register_buffer("qk_norm", torch.zeros((), dtype=torch.bool))
+        # The same flag as a Python bool: free to read, and a compiled graph is guarded on it (a late hook is not).
+        self._normalise = False
+        self.register_load_state_dict_post_hook(lambda module, _: module._follow_buffer())
+        self.rope: Rope | None = Rope(config) if config.positions == "rope" else None
+
+    def set_qk_norm(self, on: bool) -> None:
+        """Switches QK-norm from the next forward pass on."""
+        self.qk_norm.fill_(on)
+        self._normalise = on
+
+    @property
+    def qk_norm_on(self) -> bool:
+        """Whether q and k are normalised, without touching the device."""
+        return self._normalise
+
+    def _follow_buffer(self) -> None:
+        self._normalise = bool(self.qk_norm)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """[B, T, C] to [B, T, C]."""
+        B, T, C = x_BTC.shape
+        q, k, v = (
+            proj(x_BTC).view(B, T, self.n_heads, C // self.n_heads).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.rope is not None:
+            q, k = self.rope(q), self.rope(k)
+        if self._normalise:
+            q, k = rms_normalise(q), rms_normalise(k)
+        out_BHTD = self.core(q, k, v)
+        return self.dropout(self.o_proj(out_BHTD.transpose(1, 2).reshape(B, T, C)))
+
+
+def rms_normalise(x_BHTD: Tensor) -> Tensor:
+    """x / rms(x) over the head dimension in float32 (eps 1e-6), returned in x's dtype."""
+    return F.rms_norm(x_BHTD.float(), (x_BHTD.shape[-1],), eps=QK_NORM_EPS).to(x_BHTD.dtype)
+
+
+class Rope(nn.Module):
+    """Rotary position embedding, base 10,000, halves convention; tables in float32."""
+
+    cos_TD: Tensor
+    sin_TD: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        half = config.head_dim // 2
+        frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        angle = torch.arange(config.context, dtype=torch.float64)[:, None] * frequency
+        angle = torch.cat((angle, angle), dim=-1)
+        self.register_buffer("cos_TD", angle.cos().float(), persistent=False)
+        self.register_buffer("sin_TD", angle.sin().float(), persistent=False)
+
+    def forward(self, x_BHTD: Tensor) -> Tensor:
+        """Rotates every head by its position; computed in float32, returned in x's dtype."""
+        T, half = x_BHTD.shape[2], x_BHTD.shape[3] // 2
+        x = x_BHTD.float()
+        rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+        return (x * self.cos_TD[:T] + rotated * self.sin_TD[:T]).to(x_BHTD.dtype)
+
+
+class MLP(nn.Module):
+    """Linear, GELU, Linear."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        hidden = config.mlp_ratio * config.d_model
+        self.up_proj = nn.Linear(config.d_model, hidden, bias=config.bias)
+        self.down_proj = nn.Linear(hidden, config.d_model, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """[B, T, C] to [B, T, C]."""
+        return self.dropout(self.down_proj(F.gelu(self.up_proj(x_BTC))))
+
+
+class Block(nn.Module):
+    """One pre-norm decoder block."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.d_model, bias=config.bias)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.d_model, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """[B, T, C] to [B, T, C]."""
+        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC))
+        return x_BTC + self.mlp(self.mlp_norm(x_BTC))
+
+
+class GPT(nn.Module):
+    """The language model.
+
+    Args:
+        config: its shape.
+        activation_checkpointing: recompute every block in the backward pass instead of keeping its activations.
+    """
+
+    def __init__(self, config: GPTConfig, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.config, self.activation_checkpointing = config, activation_checkpointing
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.position_embedding = nn.Embedding(config.context, config.d_model) if config.positions == "learned" else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.final_norm = nn.LayerNorm(config.d_model, bias=config.bias)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.lm_head.weight = self.token_embedding.weight
+        self.apply(self._initialise)
+        for block in self.blocks:
+            for residual in (block.attention.o_proj, block.mlp.down_proj):
+                nn.init.normal_(residual.weight, std=0.02 / math.sqrt(2 * config.n_layers))
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """int64 [B, T] to logits [B, T, V].
+
+        Raises:
+            ValueError: the sequence is longer than the context.
+        """
+        T = tokens_BT.shape[1]
+        if self.config.context < T:
+            raise ValueError(f"sequence of {T} tokens is longer than the model's context {self.config.context}.")
+        x = self.token_embedding(tokens_BT)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(torch.arange(T, device=tokens_BT.device))
+        x = self.dropout(x)
+        for block in self.blocks:
+            if self.activation_checkpointing and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.lm_head(self.final_norm(x))
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean cross-entropy in nats a token, in float32."""
+        logits = self(tokens_BT)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets_BT.flatten())

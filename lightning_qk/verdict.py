@@ -1,0 +1,78 @@
+"""What a run leaves behind as its result: ``verdict.json`` in its directory, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+VERDICT_FILE = "verdict.json"
+SCHEMA = 1
+STATUSES = ("completed", "collapsed", "nonfinite", "failed")
+
+
+def write_json_atomic(path: Path | str, value: Any) -> None:
+    """Writes JSON to a temporary name in the same directory, syncs it and renames it over ``path``.
+
+    Floats that are not finite become the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which JSON can hold.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(_encode(value), file, indent=1, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_verdict(run_dir: Path | str) -> dict[str, Any] | None:
+    """The verdict of a run directory, None if it has none yet.
+
+    Raises:
+        ValueError: the file is not a verdict; the message has its path.
+    """
+    path = Path(run_dir) / VERDICT_FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        verdict = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); delete it and run again.") from error
+    if not isinstance(verdict, dict) or verdict.get("schema") != SCHEMA or verdict.get("status") not in STATUSES:
+        raise ValueError(f"{path} is not a verdict of schema {SCHEMA}; delete it and run again.")
+    return {key: _decode(value) for key, value in verdict.items()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a run's numbers."""
+    from importlib.metadata import version
+
+    names = ("lightning-qk", "torch", "lightning", "numpy")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, dict):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(item) for item in value]
+    return value
+
+
+def _decode(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
