@@ -17,10 +17,10 @@ from callbacks.step import OptimizerStepClock
 class CollapseStop(Callback):
     """The sustained-divergence rule of arXiv 2608.02091, and the rule for a loss that is not finite.
 
-    The loss (mean of the last ``window`` optimizer steps, over all ranks) collapses when it exceeds its running minimum by
-    ``excess`` nat and does not come back to within ``margin`` of it. Coming back is waited for ``patience`` steps: after
-    that, or at the end of training, the verdict is *collapsed* with the step at which the excess began. A loss that is not
-    finite is *nonfinite* at once and always ends training.
+    The loss (mean of the last ``window`` optimizer steps, over all ranks) collapses when it exceeds its running
+    minimum by ``excess`` nat and does not come back to within ``margin`` of it. Coming back is waited for
+    ``patience`` steps: after that, or at the end of training, the verdict is *collapsed* with the step at which the
+    excess began. A loss that is not finite is *nonfinite* at once and always ends training.
 
     Args:
         excess: nats over the running minimum that begin a collapse.

@@ -17,14 +17,15 @@ from lightning_qk.routes import attention_sites
 class QKGuard(Callback):
     """Watches the maximum attention logit and, once it exceeds ``threshold``, turns on parameter-free QK-norm.
 
-    The decision falls after an optimizer step, is the same on every rank (a MAX reduction) and acts from the next step on.
-    Whether a layer's QK-norm is on is a persistent buffer of the model, so it survives checkpoints, validation and export;
-    the history of the decision is this callback's state. Logits are read from the attention core; where the exact maximum
-    costs a product (SDPA), an upper bound is read first and the maximum only when the bound exceeds the threshold.
+    The decision falls after an optimizer step, is the same on every rank (a MAX reduction) and acts from the next
+    step on. Whether a layer's QK-norm is on is a persistent buffer of the model, so it survives checkpoints,
+    validation and export; the history of the decision is this callback's state. Logits are read from the attention
+    core; where the exact maximum costs a product (SDPA), an upper bound is read first and the maximum only when the
+    bound exceeds the threshold.
 
     Args:
-        threshold: scaled, signed, masked logit above which the guard fires. 30 is the paper's; small proxies are healthy
-            above it and state their own.
+        threshold: scaled, signed, masked logit above which the guard fires. 30 is the paper's; small proxies are
+            healthy above it and state their own.
         mode: ``logit`` (the guard), ``fire_at_step`` (a control: fires at ``fire_step`` whatever the logits) or
             ``always_on`` (the twin: QK-norm from the first step).
         fire_step: optimizer step after which ``fire_at_step`` fires.
@@ -46,15 +47,17 @@ class QKGuard(Callback):
         every_n_steps: int = 1,
     ) -> None:
         if mode not in ("logit", "fire_at_step", "always_on") or scope not in ("all", "layer"):
-            raise ValueError(f"QKGuard: mode={mode!r} (logit, fire_at_step, always_on) or scope={scope!r} (all, layer).")
+            raise ValueError(
+                f"QKGuard: mode={mode!r} (logit, fire_at_step, always_on) or scope={scope!r} (all, layer)."
+            )
         if (mode == "fire_at_step") != (fire_step is not None):
             raise ValueError(f"QKGuard: fire_step={fire_step} goes with mode='fire_at_step', got mode={mode!r}.")
         if mode == "fire_at_step" and scope == "layer":
             raise ValueError("QKGuard: mode='fire_at_step' has no firing layer; use scope='all'.")
         if threshold <= 0 or every_n_steps < 1 or (fire_step is not None and fire_step < 1):
             raise ValueError(
-                f"QKGuard: threshold={threshold} must be positive, every_n_steps={every_n_steps} and fire_step={fire_step} "
-                "at least 1."
+                f"QKGuard: threshold={threshold} must be positive, every_n_steps={every_n_steps} and "
+                f"fire_step={fire_step} at least 1."
             )
         self.threshold, self.mode, self.fire_step = threshold, mode, fire_step
         self.scope, self.every_n_steps = scope, every_n_steps
@@ -78,8 +81,8 @@ class QKGuard(Callback):
         recorded = sorted(layer for event in self.history for layer in event["layers"])
         if on != recorded:
             raise ValueError(
-                f"QKGuard: the model's QK-norm is on in layers {on} but the guard's history says {recorded}. Resume from "
-                "the checkpoint of a run that had this callback."
+                f"QKGuard: the model's QK-norm is on in layers {on} but the guard's history says {recorded}. Resume "
+                "from the checkpoint of a run that had this callback."
             )
         if self.mode == "always_on" and not self.fired:
             self._fire(pl_module, list(range(len(sites))), step=0, logit=None)

@@ -20,7 +20,10 @@ class RandomState(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+        return {
+            "cpu": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

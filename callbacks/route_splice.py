@@ -21,12 +21,12 @@ class RouteSplice(Callback):
     """Replaces the gradient of ``route`` by that of a clean pass over the same batch, before clipping.
 
     The clean pass runs right after the faulty backward pass of every micro-batch, through ``trainer.model`` (so DDP and
-    FSDP2 reduce it like any other), under the plugin's ``reference()`` context, with the random state the faulty pass began
-    with (dropout masks agree). Its gradients accumulate over micro-batches in their own buffers; the faulty gradients of
-    all other routes are untouched.
+    FSDP2 reduce it like any other), under the plugin's ``reference()`` context, with the random state the faulty pass
+    began with (dropout masks agree). Its gradients accumulate over micro-batches in their own buffers; the faulty
+    gradients of all other routes are untouched.
 
-    Logs ``grad/norm_faulty`` and ``grad/norm_clean`` with their clip coefficients (global-norm clipping couples routes), and
-    ``splice/cosine`` and ``splice/relative_error`` of faulty against clean gradient on the route.
+    Logs ``grad/norm_faulty`` and ``grad/norm_clean`` with their clip coefficients (global-norm clipping couples
+    routes), and ``splice/cosine`` and ``splice/relative_error`` of faulty against clean gradient on the route.
 
     Args:
         route: a route of :func:`lightning_qk.routes.route_parameters`.
@@ -43,8 +43,8 @@ class RouteSplice(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(trainer.precision_plugin, FaultPrecision):
             raise MisconfigurationException(
-                f"RouteSplice needs a plugin that can run a clean pass, got {type(trainer.precision_plugin).__name__}: set "
-                "trainer.plugins to a FaultPrecision such as BF16CarryAttention."
+                f"RouteSplice needs a plugin that can run a clean pass, got {type(trainer.precision_plugin).__name__}: "
+                "set trainer.plugins to a FaultPrecision such as BF16CarryAttention."
             )
         route_parameters(pl_module, self.route, self.layers)
 
@@ -110,8 +110,14 @@ class RouteSplice(Callback):
         for p in route:
             faulty, clean = self._pair(p)
             rows.append(
-                torch.stack([(faulty * clean).sum(), faulty.square().sum(), clean.square().sum(), (faulty - clean).square().sum()])
+                torch.stack(
+                    [
+                        (faulty * clean).sum(),
+                        faulty.square().sum(),
+                        clean.square().sum(),
+                        (faulty - clean).square().sum(),
+                    ]
+                )
             )
         dot, faulty_square, clean_square, error_square = torch.stack(rows).sum(0)
         return dot, faulty_square, clean_square, error_square
-

@@ -18,7 +18,9 @@ class RunProgressBar(TQDMProgressBar):
         super().__init__(refresh_rate=refresh_rate)
 
     @override
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, int | str | float | dict[str, float]]:
+    def get_metrics(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
         fields: dict[str, object] = {}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "verdict_fields"):

@@ -62,10 +62,12 @@ class RunRecorder(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # events up to a checkpoint must be on disk before it: a killed run goes on from there and does not log them again
+        # events up to a checkpoint must be on disk before it: a killed run goes on from there and does not
+        # log them again
         for logger in trainer.loggers:
-            if hasattr(logger.experiment, "flush"):
-                logger.experiment.flush()
+            flush = getattr(getattr(logger, "experiment", None), "flush", None)
+            if flush is not None:
+                flush()
 
     @override
     def state_dict(self) -> dict[str, Any]:

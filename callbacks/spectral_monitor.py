@@ -18,8 +18,8 @@ from lightning_qk.routes import attention_sites
 class SpectralMonitor(Callback):
     """Logs ``sigma/q``, ``sigma/k`` and ``logit/max``, each as the maximum over layers and per layer.
 
-    ``sigma/q`` is the largest singular value of the query projection's weight after the step (healthy GPT-2 small: about
-    11; runaway: 237). ``logit/max`` is the largest scaled, signed, masked attention logit of that step's
+    ``sigma/q`` is the largest singular value of the query projection's weight after the step (healthy GPT-2 small:
+    about 11; runaway: 237). ``logit/max`` is the largest scaled, signed, masked attention logit of that step's
     micro-batches, as the attention core reports it, over all ranks.
 
     Args:

@@ -153,11 +153,14 @@ def _scaling_is_exact(scale: float, first: Rounding, second: Rounding) -> bool:
 def _fused(passes: _Passes, name: str, shapes: tuple[tuple[torch.Size, torch.dtype], ...]) -> Fused:
     """One pass compiled for one set of shapes; guards and recompiles of Dynamo are not needed, nor paid for."""
     from torch._inductor import compile as inductor_compile
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    examples = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
-    with torch.no_grad():
+    with torch.no_grad(), FakeTensorMode(shape_env=ShapeEnv()):  # fake inputs: needed for Inductor's cache on disk
+        examples = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         graph = make_fx(lambda *tensors: getattr(passes, name)(*tensors))(*examples)
+    with torch.no_grad():
         return inductor_compile(graph, examples)
 
 

@@ -1,4 +1,4 @@
-"""Train a GPT in Lightning, break its arithmetic on purpose, watch the query-key channel run away, and stop it there."""
+"""Train a GPT in Lightning, break its arithmetic, watch the query-key channel run away, and stop it there."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import kernels as _kernels
 
 if not hasattr(_kernels, "streaming_attention"):
     raise ImportError(
-        f"`import kernels` found {getattr(_kernels, '__file__', _kernels)!r}, not the package that lightning_qk ships: another "
-        "distribution uses the same name (PyPI has a `kernels`). Run `pip uninstall kernels` and install lightning-qk "
-        "again, or use a fresh virtual environment."
+        f"`import kernels` found {getattr(_kernels, '__file__', _kernels)!r}, not the package that lightning_qk ships: "
+        "another distribution uses the same name (PyPI has a `kernels`). Run `pip uninstall kernels` and install "
+        "lightning-qk again, or use a fresh virtual environment."
     )
 
 _EXPORTS = {

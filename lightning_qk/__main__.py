@@ -6,7 +6,7 @@ import sys
 
 USAGE = """usage: lightning-qk COMMAND [options]
 
-  fit        train one run          -c configs/base.yaml -c configs/proxy.yaml -c configs/arms/fault.yaml --seed_everything 3
+  fit        train one run              -c configs/base.yaml -c configs/proxy.yaml -c configs/arms/fault.yaml
   validate   validation loss of a checkpoint
   test       test loss of a checkpoint
   sweep      run all arms of an experiment   -c configs/experiments/demo.yaml

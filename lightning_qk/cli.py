@@ -1,7 +1,7 @@
 """``fit``, ``validate`` and ``test``: LightningCLI with run directories, exact resume and errors instead of silence.
 
-Several ``-c`` files merge from left to right; an arm is an overlay of a few lines. ``run.*`` and the seed name the run's
-directory, ``<root>/<experiment>/<arm>/seed_<n>``.
+Several ``-c`` files merge from left to right; an arm is an overlay of a few lines. ``run.*`` and the seed name the
+run's directory, ``<root>/<experiment>/<arm>/seed_<n>``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class QKCLI(LightningCLI):
 
     @override
     def _parse_ckpt_path(self) -> None:
-        """Not Lightning's: that lets the checkpoint override the command line silently. GPTModule compares and refuses."""
+        """Does nothing: Lightning's lets a checkpoint override the command line silently; GPTModule compares instead."""
 
     @property
     def _options(self) -> Namespace:
@@ -113,12 +113,17 @@ class QKCLI(LightningCLI):
         used = verdict is not None or any(run_dir.glob("events.out.tfevents.*"))
         if options.ckpt_path is None and used:
             raise ValueError(
-                f"{run_dir} holds a run already ({verdict['status'] if verdict else 'unfinished'}). Go on with it by "
-                "--ckpt_path last, give another --run.experiment or --seed_everything, or replace it by --run.overwrite true."
+                f"{run_dir} holds a run already ({verdict['status'] if verdict else 'unfinished'}). Go on with it "
+                "by --ckpt_path last, give another --run.experiment or --seed_everything, or replace it by "
+                "--run.overwrite true."
             )
         if options.ckpt_path is None:
             return
-        if verdict is not None and verdict["status"] in DONE and verdict.get("config_hash") == self.resolved.config_hash:
+        if (
+            verdict is not None
+            and verdict["status"] in DONE
+            and verdict.get("config_hash") == self.resolved.config_hash
+        ):
             raise RunFinished(f"{run_dir} is finished ({verdict['status']} at step {verdict['step']}): nothing to do.")
         if options.ckpt_path == "last":
             options.ckpt_path = _last_checkpoint(run_dir)

@@ -1,11 +1,11 @@
 """A GPT whose query, key, value and output projections stay apart, so that each is a route of its own.
 
-Pre-norm decoder of GPT-2 (Radford et al. 2019) as nanoGPT trains it: LayerNorm, exact GELU, tied embeddings, no biases by
-default, N(0, 0.02) initialisation with residual projections scaled by 1/sqrt(2 * layers). Positions are learned or rotary
-(arXiv 2104.09864).
+Pre-norm decoder of GPT-2 (Radford et al. 2019) as nanoGPT trains it: LayerNorm, exact GELU, tied embeddings, no
+biases by default, N(0, 0.02) initialisation with residual projections scaled by 1/sqrt(2 * layers). Positions are
+learned or rotary (arXiv 2104.09864).
 
-QK-norm, the action of a guard, is parameter-free RMS normalisation of every query and key head in float32; since both then
-have norm sqrt(D), ``|logit| <= sqrt(D)``.
+QK-norm, the action of a guard, is parameter-free RMS normalisation of every query and key head in float32; since both
+then have norm sqrt(D), ``|logit| <= sqrt(D)``.
 """
 
 from __future__ import annotations
@@ -213,16 +213,18 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.activation_checkpointing = config, activation_checkpointing
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.position_embedding = nn.Embedding(config.context, config.d_model) if config.positions == "learned" else None
+        self.position_embedding = (
+            nn.Embedding(config.context, config.d_model) if config.positions == "learned" else None
+        )
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.final_norm = nn.LayerNorm(config.d_model, bias=config.bias)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.lm_head.weight = self.token_embedding.weight
         self.apply(self._initialise)
-        for block in self.blocks:
-            for residual in (block.attention.o_proj, block.mlp.down_proj):
-                nn.init.normal_(residual.weight, std=0.02 / math.sqrt(2 * config.n_layers))
+        for name, parameter in self.blocks.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layers))
 
     @staticmethod
     def _initialise(module: nn.Module) -> None:

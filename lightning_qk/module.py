@@ -56,7 +56,9 @@ class GPTModule(LightningModule):
     ) -> None:
         super().__init__()
         if lr <= 0 or warmup_steps < 0 or not 0 <= min_lr_ratio <= 1:
-            raise ValueError(f"GPTModule: lr={lr} > 0, warmup_steps={warmup_steps} >= 0, 0 <= min_lr_ratio={min_lr_ratio} <= 1.")
+            raise ValueError(
+                f"GPTModule: lr={lr} > 0, warmup_steps={warmup_steps} >= 0, 0 <= min_lr_ratio={min_lr_ratio} <= 1."
+            )
         overrides = dict(overrides or {})
         self.config = GPTConfig.preset(preset, **overrides)
         betas = (float(betas[0]), float(betas[1]))
@@ -123,8 +125,8 @@ class GPTModule(LightningModule):
         self.log("grad/clip_coef", (limit / (norm + 1e-6)).clamp(max=1.0))
 
     @override
-    def configure_optimizers(self) -> dict[str, Any]:
-        h = self.hparams
+    def configure_optimizers(self) -> Any:
+        h: Any = self.hparams
         parameters = [p for p in self.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": h.weight_decay},
@@ -181,5 +183,3 @@ def full(x: Tensor) -> Tensor:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, list | tuple) else value
-
-

@@ -35,15 +35,13 @@ def attention_sites(model: nn.Module) -> list[Attention]:
     return sites
 
 
-def route_parameters(
-    model: nn.Module, route: str, layers: Sequence[int] | None = None
-) -> dict[str, nn.Parameter]:
+def route_parameters(model: nn.Module, route: str, layers: Sequence[int] | None = None) -> dict[str, nn.Parameter]:
     """The weight matrices of a route, by their names in ``model``.
 
     Args:
         model: a GPT or a module that holds one.
-        route: ``q, k, v, o, qk, vo, mlp, attention`` or ``all`` (attention and MLP); embeddings, norms and biases belong
-            to no route.
+        route: ``q, k, v, o, qk, vo, mlp, attention`` or ``all`` (attention and MLP); embeddings, norms and biases
+            belong to no route.
         layers: indices of the blocks; None is all of them.
 
     Raises:

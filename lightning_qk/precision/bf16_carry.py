@@ -23,7 +23,8 @@ class BF16CarryAttention(FaultPrecision):
 
     Args:
         sites: a preset of :class:`kernels.RoundingSites`; ``fp32`` is the healthy control.
-        carry: rounding put at every carry and statistic of the preset: ``bf16``, mantissa bits, with a mode after a colon.
+        carry: rounding put at every carry and statistic of the preset: ``bf16``, mantissa bits, with a mode after a
+            colon.
         overrides: single sites by name, over both.
         tile: keys after which the running statistics are rounded.
         q_tile: queries per tile; None is ``tile``. Part of the fault only where dk or dv round.
@@ -62,7 +63,9 @@ class BF16CarryAttention(FaultPrecision):
         if tile < 1 or (q_tile is not None and q_tile < 1):
             raise ValueError(f"BF16CarryAttention: tile={tile} and q_tile={q_tile} must be at least 1.")
         if core == "sdpa" and not self.sites.is_exact:
-            raise ValueError("BF16CarryAttention: core='sdpa' cannot round inside attention; set sites: fp32 and no carry.")
+            raise ValueError(
+                "BF16CarryAttention: core='sdpa' cannot round inside attention; set sites: fp32 and no carry."
+            )
         self.tile = (tile if q_tile is None else q_tile, tile)
         self.layers, self.heads, self.core, self.backend = layers, heads, core, backend
 

@@ -20,11 +20,11 @@ class FaultPrecision(Precision):
     """Base dtype, attention cores and the switch between faulty and clean passes.
 
     Weights are float32. With ``base="bf16"`` training, validation and the reference pass run under bfloat16 autocast.
-    The fault is on from the forward pass to the end of the backward pass (activation checkpointing recomputes there) and
-    off inside :meth:`reference` and, by default, in validation.
+    The fault is on from the forward pass to the end of the backward pass (activation checkpointing recomputes there)
+    and off inside :meth:`reference` and, by default, in validation.
 
-    Subclasses override :meth:`make_core`. As a plugin: ``trainer.plugins`` takes one Precision, as a single mapping, and
-    ``trainer.precision`` must stay unset, because the plugin owns the dtype.
+    Subclasses override :meth:`make_core`. As a plugin: ``trainer.plugins`` takes one Precision, as a single mapping,
+    and ``trainer.precision`` must stay unset, because the plugin owns the dtype.
 
     Args:
         base: ``bf16`` (autocast) or ``fp32``.
@@ -87,12 +87,16 @@ class FaultPrecision(Precision):
             yield
 
     @override
-    def test_step_context(self) -> AbstractContextManager:
-        return self.val_step_context()
+    @contextmanager
+    def test_step_context(self) -> Generator[None]:
+        with self.val_step_context():
+            yield
 
     @override
-    def predict_step_context(self) -> AbstractContextManager:
-        return self.val_step_context()
+    @contextmanager
+    def predict_step_context(self) -> Generator[None]:
+        with self.val_step_context():
+            yield
 
     @contextmanager
     def reference(self) -> Generator[None]:
