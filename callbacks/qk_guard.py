@@ -30,7 +30,7 @@ class QKGuard(Callback):
             ``always_on`` (the twin: QK-norm from the first step).
         fire_step: optimizer step after which ``fire_at_step`` fires.
         scope: ``all`` layers act when one fires, or only the ``layer`` that exceeds the threshold.
-        every_n_steps: optimizer steps between two looks.
+        every_n_steps: optimizer steps between two looks; what happens between them goes unseen.
 
     Raises:
         ValueError: an argument that cannot be, or a checkpoint whose guard has fired without its buffers.
@@ -92,19 +92,20 @@ class QKGuard(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         stepped = self._clock.stepped(trainer)
+        step = trainer.global_step + (0 if stepped else 1)  # the step that this micro-batch belongs to
+        looking = step % self.every_n_steps == 0  # nothing is kept between looks, so a checkpoint misses nothing
         sites = attention_sites(pl_module)
         dormant = [layer for layer, site in enumerate(sites) if not site.qk_norm_on]
-        if self.mode == "logit" and dormant:
+        if self.mode == "logit" and dormant and looking:
             self._sense(sites)
         if not stepped:
             return
         pl_module.log("guard/fired", float(self.fired))
         if not dormant:
             return
-        step = trainer.global_step
         if self.mode == "fire_at_step" and self.fire_step is not None and step >= self.fire_step:
             self._fire(pl_module, dormant, step, logit=None)
-        elif self.mode == "logit" and step % self.every_n_steps == 0:
+        elif self.mode == "logit" and looking:
             self._decide(trainer, pl_module, dormant, step)
 
     def _sense(self, sites: list[Any]) -> None:

@@ -36,10 +36,14 @@ class RunRecorder(Callback):
         self._seconds = 0.0
         self._started = self._written = time.monotonic()
         self._first_step = 0
+        self._data: dict[str, Any] = {}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started, self._first_step = time.monotonic(), trainer.global_step
+        self._data = trainer.datamodule.describe() if hasattr(trainer.datamodule, "describe") else {}  # type: ignore[attr-defined]
+        for logger in trainer.loggers:
+            logger.log_hyperparams({f"data/{key}": value for key, value in self._data.items()})
         self._progress(trainer, "starting")
 
     @override
@@ -124,6 +128,7 @@ class RunRecorder(Callback):
                 **{name: value for name, value in fields.items() if name != "status"},
                 "val_loss": None if val_loss is None else float(val_loss),
                 "seconds": self._seconds + time.monotonic() - self._started,
+                "data": self._data,
                 "versions": versions(),
                 "threads": torch.get_num_threads(),
                 "config_hash": self.config_hash,

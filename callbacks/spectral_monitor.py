@@ -25,16 +25,20 @@ class SpectralMonitor(Callback):
     Args:
         every_n_steps: optimizer steps between two readings of the spectra.
         per_layer: also log every layer (``sigma/q/layer_00``, ...).
+        entropy: also log ``attention/entropy``, the mean entropy in nats of the attention rows of the step's last
+            micro-batch on rank zero: the least over layers and heads (a collapsed head) and, per layer, over heads.
         tied_rows: also log ``logit/tied_rows``, the rows whose maximum is reached more than once (streaming core only).
 
     Raises:
         ValueError: ``every_n_steps`` below 1.
     """
 
-    def __init__(self, every_n_steps: int = 10, per_layer: bool = True, tied_rows: bool = False) -> None:
+    def __init__(
+        self, every_n_steps: int = 10, per_layer: bool = True, entropy: bool = False, tied_rows: bool = False
+    ) -> None:
         if every_n_steps < 1:
             raise ValueError(f"SpectralMonitor: every_n_steps={every_n_steps} must be at least 1.")
-        self.every_n_steps, self.per_layer, self.tied_rows = every_n_steps, per_layer, tied_rows
+        self.every_n_steps, self.per_layer, self.entropy, self.tied_rows = every_n_steps, per_layer, entropy, tied_rows
         self._clock = OptimizerStepClock()
         self._top = TopSingular(k=1)
         self._max_logit_L: Tensor | None = None
@@ -44,7 +48,7 @@ class SpectralMonitor(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for site in attention_sites(pl_module):
-            site.core.observed = True
+            site.core.observed, site.core.keep_qk = True, site.core.keep_qk or self.entropy
         self._clock.start(trainer)
 
     @override
@@ -62,23 +66,30 @@ class SpectralMonitor(Callback):
             return
         if trainer.world_size > 1:
             torch.distributed.all_reduce(self._max_logit_L, op=torch.distributed.ReduceOp.MAX)
-        self._log("logit/max", self._max_logit_L, pl_module)
-        self._peak_logit = max(self._peak_logit, self._last["logit/max"])
+        readings = {"logit/max": self._max_logit_L}
         self._max_logit_L = None
-        if self.tied_rows:
-            rows = torch.stack([site.core.tied_rows_H.sum() for site in sites]).float()  # type: ignore[attr-defined]
-            pl_module.log("logit/tied_rows", rows.sum())
         weights = [full(site.q_proj.weight.detach()) for site in sites]
         weights += [full(site.k_proj.weight.detach()) for site in sites]
-        sigma = self._top(torch.stack(weights)).s[:, 0]
-        for name, values in zip(("sigma/q", "sigma/k"), sigma.chunk(2), strict=True):
-            self._log(name, values, pl_module)
+        readings["sigma/q"], readings["sigma/k"] = self._top(torch.stack(weights)).s[:, 0].chunk(2)
+        self._last = {name: float(values_L.max()) for name, values_L in readings.items()}  # NaN propagates
+        self._peak_logit = max(self._peak_logit, self._last["logit/max"])
+        self._log(trainer, pl_module, readings, sites)
 
-    def _log(self, name: str, values_L: Tensor, pl_module: LightningModule) -> None:
-        self._last[name] = float(values_L.max())  # NaN propagates
-        pl_module.log(name, self._last[name])
+    def _log(self, trainer: Trainer, pl_module: LightningModule, readings: dict[str, Tensor], sites: list[Any]) -> None:
+        pl_module.log_dict(self._last, logger=False)
+        values = dict(self._last)
         if self.per_layer:
-            pl_module.log_dict({f"{name}/layer_{layer:02d}": value for layer, value in enumerate(values_L.tolist())})
+            for name, values_L in readings.items():
+                values |= {f"{name}/layer_{layer:02d}": value for layer, value in enumerate(values_L.tolist())}
+        if self.entropy:
+            entropy_L = torch.stack([site.core.entropy_H.amin() for site in sites])
+            values["attention/entropy"] = float(entropy_L.min())
+            if self.per_layer:
+                values |= {f"attention/entropy/layer_{n:02d}": value for n, value in enumerate(entropy_L.tolist())}
+        if self.tied_rows:
+            values["logit/tied_rows"] = float(torch.stack([site.core.tied_rows_H.sum() for site in sites]).sum())
+        for logger in trainer.loggers:  # not through `log`, which would repeat a reading at every step until the next
+            logger.log_metrics(values, step=trainer.global_step - 1)
 
     def verdict_fields(self) -> dict[str, Any]:
         """What the run's verdict takes from here."""

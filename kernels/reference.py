@@ -69,12 +69,12 @@ class Plan:
 
 
 def as_operand(x: Tensor, rounding: Rounding) -> Tensor:
-    """Stores a rounded matrix-product operand as bfloat16 when that loses nothing, so that the product runs on bf16 units."""
+    """Stores a rounded operand of a product as bfloat16 if that loses nothing: products of bfloat16 are faster."""
     return x.to(torch.bfloat16) if rounding.fits_bf16 and x.dtype is torch.float32 else x
 
 
 def product(a: Tensor, b: Tensor, out: Rounding) -> Tensor:
-    """Batched product, accumulated in float32 (float64 for float64), before the rounding ``out`` unless the unit does it.
+    """Batched product accumulated in float32 (float64 for float64); rounded by ``out`` only if the hardware can.
 
     Two bfloat16 operands whose product is to be rounded to bfloat16 use the hardware product, which rounds its float32
     accumulator once. Otherwise both are widened, which is exact.
@@ -118,7 +118,7 @@ def forward(q_NTD: Tensor, k_NSD: Tensor, v_NSD: Tensor, plan: Plan) -> tuple[Te
         masked score, both in the compute dtype; ``tied_rows`` [N] int32, rows whose maximum is reached more than once.
     """
     sites = plan.sites
-    N, T, D = q_NTD.shape
+    N, T, _ = q_NTD.shape
     dtype = torch.float64 if q_NTD.dtype is torch.float64 else torch.float32
     out = torch.empty(N, T, v_NSD.shape[2], dtype=dtype, device=q_NTD.device)
     lse = torch.empty(N, T, dtype=dtype, device=q_NTD.device)

@@ -36,7 +36,9 @@ MODES = ("rne", "rz", "sr")
 _ABS_MASK = 0x7FFFFFFF
 _FP16_MAX = 65504.0
 _FP16_MIN_NORMAL = 2.0**-14
-_FP16_QUANTUM_MAGIC = 1.5 * 2.0**23 * 2.0**-24  # adding it makes 2^-24, fp16's subnormal step, the last place of a float32
+_FP16_QUANTUM_MAGIC = (
+    1.5 * 2.0**23 * 2.0**-24
+)  # adding it makes 2^-24, fp16's subnormal step, the last place of a float32
 
 
 def _hash32(x: Tensor) -> Tensor:
@@ -115,6 +117,8 @@ class Rounding:
             raise ValueError(f"rounding mode {self.mode!r} is not one of {', '.join(MODES)}.")
         if self.exponent_bits not in (5, 8) or (self.exponent_bits == 5 and self.mantissa_bits != MANTISSA_FP16):
             raise ValueError("exponent_bits is 8, or 5 with 10 mantissa bits (fp16).")
+        if self.is_identity:  # nothing is dropped in any mode, and equal roundings must compare equal
+            object.__setattr__(self, "mode", "rne")
 
     @classmethod
     def parse(cls, value: Any) -> Rounding:
@@ -128,7 +132,9 @@ class Rounding:
         elif name.isdigit():
             bits, exponent = int(name), 8
         else:
-            raise ValueError(f"rounding {value!r}: write fp32, bf16, fp16 or mantissa bits, e.g. bf16, 3, bf16:sr, 2:rz.")
+            raise ValueError(
+                f"rounding {value!r}: write fp32, bf16, fp16 or mantissa bits, e.g. bf16, 3, bf16:sr, 2:rz."
+            )
         return cls(bits, mode or "rne", exponent)
 
     def __str__(self) -> str:

@@ -24,6 +24,8 @@ Which implementation rounds where (F = float32, B = bfloat16; measured from the 
 site             fa2   bf16_carry  qiu_untiled   ucker_cuda  ucker_cpu
 ===============  ====  ==========  ============  ==========  =========
 s, s_scaled      F     B           B             B           B
+s_bwd            F     B           B             B           B
+m_carry          F     F           F             F           B
 s_minus_m        F     F           F             B           B
 p_pv             B     B           B             B           B
 p_sum            F     F           F             F           B
@@ -41,10 +43,11 @@ ds               B     B           B             B           B
 d*_chunk, d*     F     B           F             B           B
 ===============  ====  ==========  ============  ==========  =========
 
-``fa2`` is what production kernels do: only matmul operands and the final output are narrow. ``bf16_carry`` is the fault:
-the same recurrence whose running output and statistics live in bfloat16. ``o_carry_only``, ``l_only`` and ``pv_only``
-put one of its roundings into ``fa2`` with bfloat16 scores. ``qiu_untiled`` (arXiv 2510.04212) needs ``tile`` = the
-sequence length. ``ucker_cuda`` and ``ucker_cpu`` follow that paper's released code eagerly under CUDA autocast and on CPU.
+``fa2`` is what production kernels do: only matmul operands and the final output are narrow. ``bf16_carry`` is the
+fault: the same recurrence whose running output and statistics live in bfloat16. ``o_carry_only``, ``l_only`` and
+``pv_only`` put one of its roundings into ``fa2`` with bfloat16 scores. ``qiu_untiled`` (arXiv 2510.04212) needs ``tile``
+= the sequence length. ``ucker_cuda`` and ``ucker_cpu`` follow that paper's released code, run eagerly under CUDA autocast and
+on CPU; the latter has ``sum_rounded_p``.
 """
 
 from __future__ import annotations
@@ -100,6 +103,7 @@ class RoundingSites:
     dv_chunk: Rounding = FP32
     dv: Rounding = FP32
     sum_rounded_p: bool = False
+    _text: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in SITE_NAMES:
@@ -107,6 +111,11 @@ class RoundingSites:
                 object.__setattr__(self, name, Rounding.parse(getattr(self, name)))
             except ValueError as error:
                 raise ValueError(f"site {name}: {error}") from None
+        if not isinstance(self.sum_rounded_p, bool):
+            raise ValueError(f"site sum_rounded_p={self.sum_rounded_p!r} must be true or false.")
+        parts = [f"{name}={getattr(self, name)}" for name in SITE_NAMES if not getattr(self, name).is_identity]
+        # built here because torch.compile cannot trace it
+        object.__setattr__(self, "_text", ",".join(parts + (["sum_rounded_p"] if self.sum_rounded_p else [])))
 
     @classmethod
     def preset(cls, name: str) -> RoundingSites:
@@ -117,18 +126,22 @@ class RoundingSites:
 
     @classmethod
     def build(cls, preset: str = "fp32", overrides: dict[str, Any] | None = None, carry: Any = None) -> RoundingSites:
-        """A preset, then ``carry`` at every carry and statistic, then single sites by name (the YAML form)."""
+        """A preset, ``carry`` at the carries and statistics it rounds, then single sites by name (the YAML form)."""
         sites = cls.preset(preset)
         if carry is not None:
             sites = sites.at_carries(carry)
-        unknown = sorted(set(overrides or {}) - {field.name for field in dataclasses.fields(cls)})
+        unknown = sorted(set(overrides or {}) - {*SITE_NAMES, "sum_rounded_p"})
         if unknown:
             raise ValueError(f"unknown rounding site {unknown[0]!r}; the sites are {', '.join(SITE_NAMES)}.")
         return dataclasses.replace(sites, **(overrides or {}))
 
     def at_carries(self, rounding: Any) -> RoundingSites:
-        """Puts ``rounding`` at the scores, running sums and saved statistics (``CARRY_SITES``) and nowhere else."""
-        return dataclasses.replace(self, **dict.fromkeys(CARRY_SITES, Rounding.parse(rounding)))
+        """Replaces the rounding of those scores, running sums and saved statistics (``CARRY_SITES``) that do round.
+
+        So the mantissa is a dial on a fault, and no fault (``fp32``) stays none whatever the dial says.
+        """
+        rounded = [name for name in CARRY_SITES if not getattr(self, name).is_identity]
+        return dataclasses.replace(self, **dict.fromkeys(rounded, Rounding.parse(rounding)))  # type: ignore[arg-type]
 
     @property
     def is_exact(self) -> bool:
@@ -142,8 +155,7 @@ class RoundingSites:
 
     def encode(self) -> str:
         """A canonical string: only what differs from no rounding, e.g. ``l_carry=bf16,o_carry=2:sr``."""
-        parts = [f"{name}={getattr(self, name)}" for name in SITE_NAMES if not getattr(self, name).is_identity]
-        return ",".join(parts + (["sum_rounded_p"] if self.sum_rounded_p else []))
+        return self._text
 
     @classmethod
     @functools.lru_cache(maxsize=256)
@@ -156,15 +168,16 @@ class RoundingSites:
         return cls.build(overrides=values)
 
 
-SITE_NAMES = tuple(field.name for field in dataclasses.fields(RoundingSites) if field.name != "sum_rounded_p")
+SITE_NAMES = tuple(field.name for field in dataclasses.fields(RoundingSites) if field.type == "Rounding")
 
 # What is carried from tile to tile or saved for the backward pass, and the scores both are made of.
 CARRY_SITES = ("s", "s_bwd", "l_carry", "o_carry", "lse", "delta", "dq")
 
-_OPERANDS = dict(p_pv=_BF16, ds=_BF16, o_out=_BF16)
-_SCORES = dict(s=_BF16, s_scaled=_BF16, s_bwd=_BF16)
-_GRADIENTS = dict.fromkeys(("dq_chunk", "dq", "dk_chunk", "dk", "dv_chunk", "dv"), _BF16)
-_ACCUMULATOR = dict.fromkeys(("l_carry", "pv", "o_rescaled", "o_carry", "o_div", "dp"), _BF16)
+_OPERANDS: dict[str, Any] = dict(p_pv=_BF16, ds=_BF16, o_out=_BF16)
+_SCORES: dict[str, Any] = dict(s=_BF16, s_scaled=_BF16, s_bwd=_BF16)
+_GRADIENTS: dict[str, Any] = dict.fromkeys(("dq_chunk", "dq", "dk_chunk", "dk", "dv_chunk", "dv"), _BF16)
+_ACCUMULATOR: dict[str, Any] = dict.fromkeys(("l_carry", "pv", "o_rescaled", "o_carry", "o_div", "dp"), _BF16)
+_EVERY: dict[str, Any] = dict.fromkeys(SITE_NAMES, _BF16)
 
 PRESETS: dict[str, RoundingSites] = {
     "fp32": RoundingSites(),
@@ -177,5 +190,6 @@ PRESETS: dict[str, RoundingSites] = {
     "ucker_cuda": RoundingSites(
         **_OPERANDS, **_SCORES, **_ACCUMULATOR, **_GRADIENTS, s_minus_m=_BF16, delta_product=_BF16
     ),
-    "ucker_cpu": RoundingSites(**dict.fromkeys(SITE_NAMES, _BF16)),
+    # its P is bfloat16 from the start, so that is what it sums
+    "ucker_cpu": RoundingSites(**_EVERY, sum_rounded_p=True),
 }

@@ -1,9 +1,10 @@
 """Leading singular values of a batch of matrices that drift slowly, by warm-started block subspace iteration.
 
 For every matrix W the iteration keeps a block V of trial right singular vectors from the last call and repeats
-``V <- orth(W' orth(W V))``; the singular values of the small matrix ``W V`` then approximate the leading ones of W, with
-residual ``|W' u - s v| / s``. A block of 8 with 2 rounds follows a spike that emerges from the bulk to better than 1e-3 (a
-block of 1, power iteration, loses it at the crossing). Matrices below ``exact_below`` are decomposed exactly instead.
+``V <- orth(W' orth(W V))``; the singular values of the small matrix ``W V`` then approximate the leading ones of W,
+with residual ``|W' u - s v| / s``. A block of 8 with 2 rounds, and more where the residual asks for them, follows a
+spike that emerges from the bulk to better than 1e-3 (a block of 1, power iteration, loses it at the crossing). Matrices
+below ``exact_below`` are decomposed exactly instead.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class TopSingular:
         block: trial vectors kept; at least ``k``.
         iterations: rounds a call.
         exact_below: matrices whose smaller side is below this get a full decomposition.
-        tolerance: residual of the leading triplet above which a call iterates on, up to ``max_iterations`` in all, and the
-            first call, which starts from random vectors, always does.
-        max_iterations: cap of that resynchronisation.
+        tolerance: residual of the leading triplet above which a call iterates on; the first call starts from random
+            vectors and usually does.
+        max_iterations: most rounds a call.
 
     Raises:
         ValueError: ``k`` or ``block`` cannot be.
@@ -52,7 +53,7 @@ class TopSingular:
         block: int = 8,
         iterations: int = 2,
         exact_below: int = 384,
-        tolerance: float = 0.05,
+        tolerance: float = 0.01,
         max_iterations: int = 64,
     ) -> None:
         if not 1 <= k <= block:

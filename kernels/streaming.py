@@ -1,4 +1,4 @@
-"""Streaming-softmax attention with a chosen rounding at every site: one function, several backends, opaque to compilers.
+"""Streaming-softmax attention with a chosen rounding at every site: one function, several backends.
 
 The operator is a ``torch.library`` custom op, so eager, ``torch.compile`` and autocast give the same bits: no compiler
 looks inside, and casts never depend on the autocast state of the caller.
@@ -132,7 +132,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sites: RoundingSites, causal: bool) 
     if q.dtype not in _DTYPES:
         raise ValueError(f"streaming_attention: q is {q.dtype}; give float32, bfloat16 or float16.")
     if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"streaming_attention: shapes q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} differ.")
+        raise ValueError(
+            f"streaming_attention: shapes q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} differ."
+        )
     if 0 in q.shape or 0 in k.shape:
         raise ValueError(f"streaming_attention: empty input, q {tuple(q.shape)}, k {tuple(k.shape)}.")
     if causal and q.shape[2] != k.shape[2]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -18,28 +20,46 @@ from kernels import RoundingSites, streaming_attention
 _QUERY_BLOCK = 256  # rows of the score matrix held at once while its exact maximum is taken
 
 
-class AttentionCore:
-    """Causal attention with a sensor. ``observed`` is switched on by whoever will read the sensor."""
+class AttentionCore(ABC):
+    """Causal attention with sensors.
+
+    Attributes:
+        observed: set by whoever will read ``max_logit_H`` or ``logit_bound_H``.
+        keep_qk: set by whoever will read ``entropy_H``, for which q and k of the last forward pass must be kept.
+    """
 
     observed: bool = False
+    keep_qk: bool = False
+    _qk: tuple[Tensor, Tensor] | None = None
 
+    @abstractmethod
     def __call__(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
         """Causal softmax attention with scale 1/sqrt(D)."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def max_logit_H(self) -> Tensor:
         """float32 [H]: the largest scaled, signed, masked logit of the last observed training forward pass."""
-        raise NotImplementedError
 
     @property
     def logit_bound_H(self) -> Tensor:
         """float32 [H]: an upper bound on ``max_logit_H``, equal to it where that is as cheap."""
         return self.max_logit_H
 
+    @property
+    def entropy_H(self) -> Tensor:
+        """float32 [H]: entropy of the attention rows of that pass in nats, averaged over batch and queries."""
+        return attention_entropy(*self._kept_qk())
+
+    def _kept_qk(self) -> tuple[Tensor, Tensor]:
+        if self._qk is None:
+            raise self._unread()
+        return self._qk
+
     def _unread(self) -> RuntimeError:
         return RuntimeError(
-            f"{type(self).__name__}: no logits yet. Set `core.observed = True` before a training forward pass."
+            f"{type(self).__name__}: nothing to read yet. Set `core.observed = True` (logits) or `core.keep_qk = True` "
+            "(entropy) before a training forward pass."
         )
 
 
@@ -49,43 +69,47 @@ class SDPACore(AttentionCore):
     The fused kernel does not report its maximum, so an observed core keeps q and k and computes it when it is read.
     """
 
-    def __init__(self) -> None:
-        self._qk: tuple[Tensor, Tensor] | None = None
-
     def __call__(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-        if self.observed and torch.is_grad_enabled():
+        if (self.observed or self.keep_qk) and torch.is_grad_enabled():
             self._qk = (q_BHTD.detach(), k_BHTD.detach())
         return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
 
     @property
     def max_logit_H(self) -> Tensor:
-        if self._qk is None:
-            raise self._unread()
-        q, k = self._qk
-        return max_causal_logit(q, k)
+        return max_causal_logit(*self._kept_qk())
 
     @property
     def logit_bound_H(self) -> Tensor:
-        if self._qk is None:
-            raise self._unread()
-        q, k = self._qk
+        q, k = self._kept_qk()
         longest_q, longest_k = (x.float().norm(dim=-1).amax((0, 2)) for x in (q, k))
         # Cauchy-Schwarz; the margin covers float32 rounding of the norms and of the exact product
         return longest_q * longest_k * (1.0 + 1e-5) / math.sqrt(q.shape[-1])
 
 
-@torch.no_grad()
-def max_causal_logit(q_BHTD: Tensor, k_BHTD: Tensor) -> Tensor:
-    """The exact maximum of the scaled causal scores per head, float32 [H]; NaN where any score is NaN."""
+def _causal_scores(q_BHTD: Tensor, k_BHTD: Tensor) -> Iterator[Tensor]:
+    """Scaled, masked scores in float32, a block of queries at a time."""
     T, D = q_BHTD.shape[-2:]
-    best = torch.full((q_BHTD.shape[1],), -torch.inf, device=q_BHTD.device)
     for start in range(0, T, _QUERY_BLOCK):
         stop = min(start + _QUERY_BLOCK, T)
         scores = (q_BHTD[:, :, start:stop] @ k_BHTD[:, :, :stop].transpose(-1, -2)).float() / math.sqrt(D)
         row = torch.arange(start, stop, device=q_BHTD.device)
         future = torch.arange(stop, device=q_BHTD.device) > row[:, None]
-        best = torch.maximum(best, scores.masked_fill(future, -torch.inf).amax((0, 2, 3)))
-    return best
+        yield scores.masked_fill(future, -torch.inf)
+
+
+@torch.no_grad()
+def max_causal_logit(q_BHTD: Tensor, k_BHTD: Tensor) -> Tensor:
+    """The exact maximum of the scaled causal scores per head, float32 [H]; NaN where any score is NaN."""
+    return torch.stack([scores.amax((0, 2, 3)) for scores in _causal_scores(q_BHTD, k_BHTD)]).amax(0)
+
+
+@torch.no_grad()
+def attention_entropy(q_BHTD: Tensor, k_BHTD: Tensor) -> Tensor:
+    """Mean over batch and queries of ``-sum p log p`` per head, float32 [H], in nats."""
+    total = torch.zeros(q_BHTD.shape[1], device=q_BHTD.device)
+    for scores in _causal_scores(q_BHTD.float(), k_BHTD.float()):
+        total += torch.special.entr(scores.softmax(-1)).sum((0, 2, 3))
+    return total / (q_BHTD.shape[0] * q_BHTD.shape[2])
 
 
 @dataclasses.dataclass
@@ -143,6 +167,8 @@ class StreamingCore(AttentionCore):
             max_logit, tied_rows = (torch.cat([part[i] for part in parts])[order] for i in (1, 2))
         if self.switch.recording and torch.is_grad_enabled():
             self._max_logit_H, self._tied_rows_H = max_logit, tied_rows
+            if self.keep_qk:
+                self._qk = (q_BHTD.detach(), k_BHTD.detach())
         return out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sites: RoundingSites) -> tuple[Tensor, Tensor, Tensor]:

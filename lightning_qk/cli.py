@@ -13,6 +13,7 @@ import io
 import os
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 import callbacks  # noqa: F401  (short class names in YAML resolve to imported classes)
@@ -102,11 +105,19 @@ class QKCLI(LightningCLI):
         self.resolved = self.resolve()
         if self.subcommand == "fit":
             self._prepare_directory()
-        elif self.subcommand and self._options.get("ckpt_path") == "last":
+            return
+        self.save_config_callback = None  # config.yaml in a run's directory is that of its training
+        if self.subcommand and self._options.get("ckpt_path") == "last":
             self._options.ckpt_path = _last_checkpoint(self.resolved.run_dir)
+            if self._options.ckpt_path is None:
+                raise FileNotFoundError(f"--ckpt_path last: {self.resolved.run_dir} has no checkpoint.")
 
     def _prepare_directory(self) -> None:
         options, run_dir = self._options, self.resolved.run_dir
+        if rank_zero_only.rank != 0:  # rank zero judges; the others only need to find the same checkpoint
+            if options.ckpt_path == "last":
+                options.ckpt_path = None if options.run.overwrite else _last_checkpoint(run_dir)
+            return
         if options.run.overwrite and run_dir.exists():
             shutil.rmtree(run_dir)
         verdict = read_verdict(run_dir)
@@ -155,8 +166,9 @@ class QKCLI(LightningCLI):
 
 
 def _last_checkpoint(run_dir: Path) -> str | None:
-    path = run_dir / "checkpoints" / "last.ckpt"
-    return str(path) if path.exists() else None
+    """The newest checkpoint that is whole: Lightning's are not written atomically across file systems."""
+    newest_first = sorted((run_dir / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return next((str(path) for path in newest_first if zipfile.is_zipfile(path)), None)
 
 
 def config_hash(options: Namespace) -> str:
@@ -178,26 +190,29 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
+_SETTINGS: dict[str, Any] = dict(
+    subclass_mode_data=True,
+    seed_everything_default=0,
+    auto_configure_optimizers=False,
+    parser_kwargs={"allow_abbrev": False},  # a key cut short would pass for the one it begins
+)
+
+
 def build(args: list[str] | None, run: bool) -> QKCLI:
     """The CLI for ``args`` (None: ``sys.argv``); with ``run=False`` nothing is trained and there is no subcommand."""
-    return QKCLI(
-        GPTModule,
-        TokenData,
-        subclass_mode_data=True,
-        seed_everything_default=0,
-        save_config_kwargs={"overwrite": True},
-        auto_configure_optimizers=False,
-        run=run,
-        args=args,
-    )
+    return QKCLI(GPTModule, TokenData, save_config_kwargs={"overwrite": True}, run=run, args=args, **_SETTINGS)
 
 
 class _ParseOnly(QKCLI):
-    """Stops before anything is built."""
+    """Stops before anything is built, and before a run's directory is looked at."""
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        self.resolved = self.resolve()
 
     @override
     def instantiate_classes(self) -> None:
-        self.resolved = self.resolve()
+        pass
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
@@ -213,15 +228,7 @@ def resolve_run(fit_args: list[str]) -> ResolvedRun:
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
-            cli = _ParseOnly(
-                GPTModule,
-                TokenData,
-                subclass_mode_data=True,
-                seed_everything_default=0,
-                save_config_callback=None,
-                auto_configure_optimizers=False,
-                args=["fit", *fit_args],
-            )
+            cli = _ParseOnly(GPTModule, TokenData, save_config_callback=None, args=["fit", *fit_args], **_SETTINGS)
     except SystemExit as error:
         raise ValueError(messages.getvalue().strip() or f"exit status {error.code}") from None
     return cli.resolved
@@ -236,7 +243,7 @@ def main(args: list[str]) -> int:
         build(args, run=True)
     except RunFinished as finished:
         print(finished)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, MisconfigurationException) as error:
         if os.environ.get("LIGHTNING_QK_TRACEBACK"):
             raise
         print(f"error: {error}\n(LIGHTNING_QK_TRACEBACK=1 shows where)", file=sys.stderr)

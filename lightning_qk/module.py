@@ -107,8 +107,8 @@ class GPTModule(LightningModule):
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        tokens = batch[0].numel() * self.trainer.world_size * (batch_idx + 1)
-        self.log("tokens", float(tokens))
+        batches = self.trainer.fit_loop.total_batch_idx + 1  # over all epochs; batch_idx begins anew in each
+        self.log("tokens", float(batch[0].numel() * self.trainer.world_size * batches))
 
     @override
     def configure_gradient_clipping(
@@ -118,8 +118,9 @@ class GPTModule(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         if gradient_clip_algorithm not in (None, "norm"):
-            raise ValueError(f"trainer.gradient_clip_algorithm={gradient_clip_algorithm!r}: only 'norm' is supported.")
-        limit = math.inf if gradient_clip_val is None else float(gradient_clip_val)
+            raise ValueError("trainer.gradient_clip_algorithm: only 'norm' is supported.")
+        # as Lightning has it, 0 is no clipping; clip_grad_norm_ would take it at its word
+        limit = float(gradient_clip_val) if gradient_clip_val is not None and gradient_clip_val > 0 else math.inf
         norm = full(nn.utils.clip_grad_norm_(self.parameters(), limit))
         self.log("grad/norm", norm)
         self.log("grad/clip_coef", (limit / (norm + 1e-6)).clamp(max=1.0))

@@ -23,8 +23,8 @@ class BF16CarryAttention(FaultPrecision):
 
     Args:
         sites: a preset of :class:`kernels.RoundingSites`; ``fp32`` is the healthy control.
-        carry: rounding put at every carry and statistic of the preset: ``bf16``, mantissa bits, with a mode after a
-            colon.
+        carry: the rounding at those carries and statistics (scores, running sums, saved statistics) that the preset
+            rounds: mantissa bits or ``bf16``, with a mode after a colon. None leaves the preset's own.
         overrides: single sites by name, over both.
         tile: keys after which the running statistics are rounded.
         q_tile: queries per tile; None is ``tile``. Part of the fault only where dk or dv round.

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_qk.attention import AttentionCore, FaultSwitch
@@ -49,20 +48,14 @@ class FaultPrecision(Precision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         # in place and idempotent: DDP discards the return value, and fit, validate and test each call it
+        self._module = module  # the LightningModule; `connect` would get DDP's wrapper
         sites = attention_sites(module)
         for layer, site in enumerate(sites):
             core = self.make_core(layer, len(sites), site.n_heads)
             if core is not None:
-                core.observed = site.core.observed
+                core.observed, core.keep_qk = site.core.observed, site.core.keep_qk
                 site.core = core
         return module
-
-    @override
-    def connect(
-        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
-    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        self._module = model
-        return super().connect(model, optimizers, lr_schedulers)
 
     @override
     def forward_context(self) -> AbstractContextManager:

@@ -1,0 +1,246 @@
+"""RunRecorder and the verdict file: what a run leaves behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from tiny import fault, fit, module
+
+from callbacks import CollapseStop, QKGuard, RunProgressBar, RunRecorder, SpectralMonitor
+from callbacks.run_recorder import _FIELDS
+from lightning_qk.verdict import read_verdict, versions, write_json_atomic
+
+ALL = {
+    *("schema", "status", "experiment", "arm", "seed", "step", "max_steps", "val_loss", "seconds", "versions"),
+    *("threads", "config_hash", "error", "guard", "recovered_spikes", *_FIELDS),
+}
+
+
+def recorder() -> RunRecorder:
+    return RunRecorder("exp", "arm", seed=7, config_hash="abc", refresh_s=0.0)
+
+
+class At(Callback):
+    """Does something at the end of a batch."""
+
+    def __init__(self, batch_idx: int, action: Any) -> None:
+        self.batch_idx, self.action = batch_idx, action
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == self.batch_idx:
+            self.action(trainer, outputs)
+
+
+def test_a_completed_run_says_so(tmp_path: Path) -> None:
+    callbacks = [recorder(), SpectralMonitor(1), CollapseStop(window=2), QKGuard(threshold=1e-9)]
+    settings: dict[str, Any] = dict(max_steps=4, limit_val_batches=1.0, val_check_interval=2)
+    _, recording = fit(tmp_path, callbacks, fault(), **settings)
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert set(verdict) == ALL
+    expected = {
+        **{"schema": 1, "status": "completed", "experiment": "exp", "arm": "arm", "seed": 7, "config_hash": "abc"},
+        **{"step": 4, "max_steps": 4, "guard": "fired", "guard_step": 1, "error": None, "collapse_step": None},
+        **{"threads": 1, "recovered_spikes": 0, "versions": versions()},
+    }
+    assert {key: verdict[key] for key in expected} == expected
+    assert verdict["loss"] == pytest.approx(sum(recording.losses) / 4)
+    pairs = [(a + b) / 2 for a, b in zip(recording.losses, recording.losses[1:], strict=False)]
+    assert verdict["min_loss"] == pytest.approx(min(pairs))
+    assert verdict["val_loss"] == pytest.approx(recording.logged[-1]["loss/val"], abs=0.5)
+    assert verdict["sigma_q"] > 0 and verdict["sigma_k"] > 0 and verdict["max_logit_peak"] >= verdict["max_logit"]
+    assert verdict["seconds"] > 0
+    assert verdict["versions"]["torch"] == torch.__version__
+    assert read_verdict(tmp_path) == verdict
+
+
+def test_a_collapsed_run_says_when(tmp_path: Path) -> None:
+    def diverge(trainer: Trainer, outputs: Any) -> None:
+        outputs["loss"] += 9
+
+    stop = CollapseStop(window=1, patience=0)
+    fit(tmp_path, [At(2, diverge), stop, recorder()], max_steps=9)
+    verdict = read_verdict(tmp_path)
+    assert verdict is not None
+    assert (verdict["status"], verdict["collapse_step"], verdict["step"], verdict["error"]) == ("collapsed", 3, 3, None)
+
+
+def test_numbers_that_are_not_finite_survive_the_file(tmp_path: Path) -> None:
+    def poison(trainer: Trainer, outputs: Any) -> None:
+        with torch.no_grad():
+            for p in trainer.lightning_module.parameters():
+                p.fill_(math.nan)
+
+    fit(tmp_path, [SpectralMonitor(1), At(1, poison), CollapseStop(), recorder()], fault(), max_steps=9)
+    text = (tmp_path / "verdict.json").read_text()
+    assert json.loads(text)["sigma_q"] == "nan" and "NaN" not in text
+    verdict = read_verdict(tmp_path)
+    assert verdict is not None
+    assert (verdict["status"], verdict["collapse_step"], verdict["step"]) == ("nonfinite", 3, 3)
+    assert math.isnan(verdict["sigma_q"])
+    assert json.loads((tmp_path / "progress.json").read_text())["loss"] == "nan"
+
+
+def test_progress_is_written_as_it_goes(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def read(trainer: Trainer, outputs: Any) -> None:
+        seen.append(json.loads((tmp_path / "progress.json").read_text()))
+
+    class Before(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            read(trainer, None)
+
+    callbacks: list[Callback] = [SpectralMonitor(1), QKGuard(threshold=1e-9), recorder(), Before()]
+    fit(tmp_path, callbacks, fault(), max_steps=3)
+    last = json.loads((tmp_path / "progress.json").read_text())
+    keys = {"step", "max_steps", "loss", "sigma_q", "max_logit", "guard", "steps_per_s", "phase"}
+    assert all(set(row) == keys for row in (*seen, last))
+    assert [row["step"] for row in seen] == [0, 1, 2] and last["step"] == 3
+    assert [row["phase"] for row in seen] == ["starting", "training", "training"] and last["phase"] == "finished"
+    assert [row["guard"] for row in seen] == ["dormant", "fired", "fired"]
+    assert seen[0]["steps_per_s"] is None and seen[0]["sigma_q"] is None and last["steps_per_s"] > 0
+    assert last["loss"] > 0 and last["sigma_q"] > 0 and last["max_steps"] == 3
+
+
+def test_progress_is_not_written_more_often_than_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("callbacks.run_recorder.time.monotonic", lambda: now[0])
+    seen: list[int] = []
+
+    def tick(trainer: Trainer, outputs: Any) -> None:
+        now[0] += 0.4
+
+    class After(At):
+        def on_train_batch_end(self, *args: Any) -> None:
+            seen.append(json.loads((tmp_path / "progress.json").read_text())["step"])
+
+    class Tick(At):
+        def on_train_batch_end(self, *args: Any) -> None:
+            tick(*args[:2])
+
+    fit(tmp_path, [Tick(0, tick), RunRecorder(refresh_s=1.0), After(0, tick)], max_steps=6)
+    assert seen == [0, 0, 3, 3, 3, 6]
+
+
+def test_an_exception_is_a_failed_run_with_its_error(tmp_path: Path) -> None:
+    def fail(trainer: Trainer, outputs: Any) -> None:
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        fit(tmp_path, [SpectralMonitor(1), CollapseStop(), recorder(), At(1, fail)], fault(), max_steps=4)
+    verdict = read_verdict(tmp_path)
+    assert verdict is not None
+    assert (verdict["status"], verdict["error"], verdict["step"]) == ("failed", "RuntimeError: disk full", 2)
+    assert set(verdict) == ALL - {"guard"}
+
+
+@pytest.mark.parametrize("exception", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_run_has_no_verdict(tmp_path: Path, exception: type[BaseException]) -> None:
+    def interrupt(trainer: Trainer, outputs: Any) -> None:
+        raise exception
+
+    with pytest.raises(BaseException) as raised:  # noqa: PT011, B017
+        fit(tmp_path, [recorder(), At(1, interrupt)], max_steps=4)
+    assert isinstance(raised.value, KeyboardInterrupt | SystemExit)
+    assert read_verdict(tmp_path) is None
+    assert (tmp_path / "progress.json").exists()
+
+
+def test_sigterm_leaves_no_verdict(tmp_path: Path) -> None:
+    """What a scheduler sends before its time limit: the run can go on from its checkpoint."""
+
+    def terminate(trainer: Trainer, outputs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit):
+            fit(tmp_path, [recorder(), At(1, terminate)], max_steps=6)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert read_verdict(tmp_path) is None
+    assert json.loads((tmp_path / "progress.json").read_text())["step"] < 6
+
+
+def test_seconds_add_up_over_resumes() -> None:
+    first, second = RunRecorder(), RunRecorder()
+    first._started -= 100
+    second.load_state_dict(first.state_dict())
+    assert 100 <= second.state_dict()["seconds"] < 200
+
+
+def test_events_are_on_disk_before_a_checkpoint_is(tmp_path: Path) -> None:
+    class Logger:
+        def __init__(self) -> None:
+            self.flushed = 0
+            self.experiment = self
+
+        def flush(self) -> None:
+            self.flushed += 1
+
+    logger = Logger()
+    run: Any = type("Run", (), {"loggers": [logger, object()]})
+    RunRecorder().on_save_checkpoint(run, None, {})  # type: ignore[arg-type]
+    assert logger.flushed == 1
+
+
+# the file itself
+
+
+def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new" / "verdict.json"
+    write_json_atomic(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json_atomic(path, {"a": 2, "b": object()})  # fails half way through
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_qk.verdict.os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_json_atomic(path, {"a": 3})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["verdict.json"]
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_not_finite_numbers_are_strings_at_any_depth(tmp_path: Path) -> None:
+    write_json_atomic(tmp_path / "x.json", {"a": [math.inf, {"b": -math.inf}], 3: (math.nan, 1.5)})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"a": ["inf", {"b": "-inf"}], "3": ["nan", 1.5]}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 2, "status": "completed"}', '{"schema": 1, "status": "fine"}'])
+def test_what_is_no_verdict_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
+    (tmp_path / "verdict.json").write_text(text)
+    with pytest.raises(ValueError, match=r"verdict\.json is not .*delete it"):
+        read_verdict(tmp_path)
+
+
+def test_a_run_without_a_verdict_has_none(tmp_path: Path) -> None:
+    assert read_verdict(tmp_path) is None
+    assert read_verdict(tmp_path / "nowhere") is None
+
+
+def test_the_progress_bar_shows_what_matters(tmp_path: Path) -> None:
+    shown: list[dict[str, Any]] = []
+
+    class Bar(RunProgressBar):
+        def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> Any:
+            shown.append(super().get_metrics(trainer, pl_module))
+            return shown[-1]
+
+    callbacks = [SpectralMonitor(1), QKGuard(mode="fire_at_step", fire_step=2), Bar(refresh_rate=1)]
+    fit(tmp_path, callbacks, fault(), module(), max_steps=3, enable_progress_bar=True)
+    assert set(shown[-1]) == {"loss", "sigma_q", "logit", "guard"}
+    assert shown[-1]["guard"] == "fired@2" and "dormant" in [row["guard"] for row in shown]
+    assert float(shown[-1]["sigma_q"]) > 0 and float(shown[-1]["loss"]) > 0

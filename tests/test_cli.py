@@ -1,0 +1,407 @@
+"""``fit``, ``validate`` and ``test``: run directories, finished and unfinished runs, and errors that name the key."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from runs import callback, finish, run_args, run_dir, start, write_tokens
+
+from lightning_qk.__main__ import main as command
+from lightning_qk.cli import DONE, RunConfig, main, resolve_run
+from lightning_qk.events import read_scalars
+from lightning_qk.verdict import read_verdict
+
+MONITOR = callback("SpectralMonitor", every_n_steps=2)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tokens: dict[str, Any]) -> Path:
+    """The root of one finished run."""
+    root = tmp_path_factory.mktemp("runs")
+    assert main(["fit", *run_args(root, tokens, MONITOR, callback("CollapseStop"))]) == 0
+    return root
+
+
+@pytest.fixture
+def root(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it to change."""
+    shutil.copytree(finished, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def failure(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command that is wrong says; its exit status must be 2 and it may not end in a traceback."""
+    capsys.readouterr()
+    try:
+        code: Any = main(args)
+    except SystemExit as error:  # the parser's own way
+        code = error.code
+    message = capsys.readouterr().err
+    assert code == 2, message
+    assert "Traceback" not in message
+    return message
+
+
+# what a run leaves behind
+
+
+def test_layout_of_a_run_directory(finished: Path) -> None:
+    directory = run_dir(finished)
+    names = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+    events = [name for name in names if name.startswith("events.out.tfevents.")]
+    assert len(events) == 1
+    assert sorted(set(names) - set(events)) == [
+        *("checkpoints/last.ckpt", "checkpoints/step_6.ckpt", "config.yaml", "hparams.yaml", "progress.json"),
+        "verdict.json",
+    ]
+    assert sorted(p.name for p in finished.iterdir()) == ["exp"]
+    verdict = read_verdict(directory)
+    assert verdict is not None
+    assert (verdict["status"], verdict["step"], verdict["seed"]) == ("completed", 6, 3)
+    assert (verdict["experiment"], verdict["arm"]) == ("exp", "arm")
+    assert verdict["val_loss"] > 0 and verdict["sigma_q"] > 0
+
+
+def test_the_saved_configuration_repeats_the_run(finished: Path, tokens: dict[str, Any]) -> None:
+    saved = run_dir(finished) / "config.yaml"
+    config = yaml.safe_load(saved.read_text())
+    assert config["trainer"]["plugins"]["init_args"]["carry"] == 2 and config["seed_everything"] == 3
+    verdict = read_verdict(run_dir(finished))
+    assert verdict is not None
+    again = resolve_run(["-c", str(saved)])
+    assert again.config_hash == verdict["config_hash"]
+    assert again.run_dir == run_dir(finished)
+
+
+def test_tags_and_steps(finished: Path) -> None:
+    found = read_scalars(run_dir(finished))
+    tags = {
+        *("loss/train", "loss/val", "grad/norm", "grad/clip_coef", "tokens", "collapse/excess", "epoch"),
+        *(f"{name}{layer}" for name in ("sigma/q", "sigma/k", "logit/max") for layer in ("", "/layer_00", "/layer_01")),
+    }
+    assert set(found) >= tags
+    assert found["loss/train"].steps.tolist() == [0, 1, 2, 3, 4, 5]
+    assert found["sigma/q"].steps.tolist() == [0, 1, 3, 5]
+    assert len(found["loss/val"]) == 2
+    assert found["tokens"].values.tolist() == [64.0 * (i + 1) for i in range(6)]
+
+
+def test_a_checkpoint_holds_plain_values_only(finished: Path) -> None:
+    content = torch.load(run_dir(finished) / "checkpoints" / "last.ckpt", weights_only=True)
+    assert content["global_step"] == 6
+    assert {"RandomState", "RunRecorder", "SpectralMonitor", "CollapseStop"} <= set(content["callbacks"])
+
+
+# a directory that is in use
+
+
+def test_an_existing_run_is_not_overwritten(
+    root: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(root)
+    message = failure(["fit", *run_args(root, tokens)], capsys)
+    assert str(run_dir(root)) in message and "(completed)" in message
+    assert "--ckpt_path last" in message and "--run.overwrite" in message
+    (run_dir(root) / "verdict.json").unlink()
+    assert "(unfinished)" in failure(["fit", *run_args(root, tokens)], capsys)
+    before = {name: text for name, text in before.items() if not name.endswith("verdict.json")}
+    assert contents(root) == before
+
+
+def test_overwrite_replaces_it(root: Path, tokens: dict[str, Any]) -> None:
+    (run_dir(root) / "stale").touch()
+    assert main(["fit", *run_args(root, tokens, steps=2), "--run.overwrite", "true"]) == 0
+    verdict = read_verdict(run_dir(root))
+    assert verdict is not None and verdict["step"] == 2
+    assert not (run_dir(root) / "stale").exists()
+    assert read_scalars(run_dir(root))["loss/train"].steps.tolist() == [0, 1]
+
+
+def test_a_finished_run_is_left_alone(root: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(root)
+    args = run_args(root, tokens, MONITOR, callback("CollapseStop"))
+    assert main(["fit", *args, "--ckpt_path", "last"]) == 0
+    assert "completed at step 6" in capsys.readouterr().out
+    assert contents(root) == before
+
+
+def test_a_finished_run_goes_on_when_more_is_asked(root: Path, tokens: dict[str, Any]) -> None:
+    args = run_args(root, tokens, MONITOR, callback("CollapseStop"), steps=9)
+    assert main(["fit", *args, "--ckpt_path", "last"]) == 0
+    verdict = read_verdict(run_dir(root))
+    assert verdict is not None and (verdict["step"], verdict["max_steps"]) == (9, 9)
+    assert read_scalars(run_dir(root))["loss/train"].steps.tolist() == list(range(9))
+
+
+def test_last_is_the_newest_whole_checkpoint(root: Path, tokens: dict[str, Any]) -> None:
+    """A run killed while it copied a checkpoint leaves a part of it."""
+    last = run_dir(root) / "checkpoints" / "last.ckpt"
+    last.write_bytes(last.read_bytes()[:-500])
+    args = run_args(root, tokens, MONITOR, callback("CollapseStop"), steps=9)
+    assert main(["fit", *args, "--ckpt_path", "last"]) == 0
+    assert read_scalars(run_dir(root))["loss/train"].steps.tolist() == list(range(9))
+    verdict = read_verdict(run_dir(root))
+    assert verdict is not None and verdict["step"] == 9
+
+
+def test_a_moved_run_goes_on_from_its_newest_checkpoint(root: Path, tokens: dict[str, Any]) -> None:
+    moved = root.with_name("moved")
+    root.rename(moved)
+    for steps in (9, 12):
+        args = run_args(moved, tokens, MONITOR, callback("CollapseStop"), steps=steps)
+        assert main(["fit", *args, "--ckpt_path", "last"]) == 0
+    assert read_scalars(run_dir(moved))["loss/train"].steps.tolist() == list(range(12))
+    newest = max((run_dir(moved) / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert torch.load(newest, weights_only=True)["global_step"] == 12
+
+
+def test_last_without_a_checkpoint_starts_the_run(tmp_path: Path, tokens: dict[str, Any]) -> None:
+    assert main(["fit", *run_args(tmp_path, tokens, steps=1), "--ckpt_path", "last"]) == 0
+    assert read_verdict(run_dir(tmp_path)) is not None
+
+
+def test_a_changed_hyperparameter_is_refused_on_resume(
+    root: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = [*run_args(root, tokens, MONITOR, callback("CollapseStop")), "--ckpt_path", "last", "--model.lr", "0.02"]
+    assert "model.lr=0.02" in failure(["fit", *args], capsys)
+
+
+# what a run would be
+
+
+@pytest.mark.parametrize("extra", [[], ["--ckpt_path", "last"], ["--run.overwrite", "true"]])
+def test_resolving_a_run_touches_nothing(root: Path, tokens: dict[str, Any], extra: list[str]) -> None:
+    """Neither a finished run, which it does not refuse, nor one to be overwritten."""
+    before = contents(root)
+    args = run_args(root, tokens, MONITOR, callback("CollapseStop"))
+    verdict = read_verdict(run_dir(root))
+    assert verdict is not None
+    (there, elsewhere) = (resolve_run([*run, *extra]) for run in (args, [*args, "--run.experiment", "new"]))
+    assert there.run_dir == run_dir(root)
+    assert contents(root) == before and not elsewhere.run_dir.exists()
+
+
+
+def test_the_hash_ignores_where_and_how_a_run_is_shown(tmp_path: Path, tokens: dict[str, Any]) -> None:
+    base = resolve_run(run_args(tmp_path, tokens))
+    assert base.run_dir == tmp_path / "exp" / "arm" / "seed_3"
+    for extra in (
+        ["--run.root", str(tmp_path / "elsewhere")],
+        ["--ckpt_path", "last"],
+        ["--run.overwrite", "true"],
+        ["--trainer.enable_progress_bar", "true"],
+    ):
+        assert resolve_run([*run_args(tmp_path, tokens), *extra]).config_hash == base.config_hash, extra
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--run.arm", "other"],
+        ["--seed_everything", "4"],
+        ["--model.lr", "0.02"],
+        ["--trainer.max_steps", "7"],
+        ["--trainer.plugins.init_args.carry", "3"],
+        ["--trainer.plugins.init_args.overrides", "{lse: fp32}"],
+        [f"--trainer.callbacks+={callback('QKGuard', threshold=60)}"],
+        [f"--trainer.callbacks+={callback('RouteSplice', route='qk')}"],
+        ["--data.init_args.batch_size", "5"],
+    ],
+    ids=lambda extra: extra[0].lstrip("-")[:30],
+)
+def test_the_hash_changes_with_all_that_decides_the_numbers(
+    tmp_path: Path, tokens: dict[str, Any], extra: list[str]
+) -> None:
+    args = run_args(tmp_path, tokens)
+    assert resolve_run([*args, *extra]).config_hash != resolve_run(args).config_hash
+
+
+def test_the_hash_knows_a_callbacks_arguments(tmp_path: Path, tokens: dict[str, Any]) -> None:
+    hashes = {resolve_run(run_args(tmp_path, tokens, callback("QKGuard", threshold=t))).config_hash for t in (30, 60)}
+    assert len(hashes) == 2
+
+
+# errors
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        (["--model.lrr", "1"], "model.lrr"),
+        (["--trainer.max_step", "1"], "trainer.max_step"),
+        (["--model.lr", "fast"], "model.lr"),
+        (["--model.optimizer", "adam"], "model.optimizer"),
+        (["--model.overrides", "{width: 3}"], "no field 'width'"),
+        (["--model.preset", "gpt3"], "'gpt3' is not one of proxy"),
+        (["--model.lr", "-1"], "lr=-1"),
+        (["--trainer.plugins", "BF16Carry"], "trainer.plugins"),
+        (["--trainer.plugins.init_args.mantissa", "2"], "mantissa"),
+        (["--trainer.plugins.init_args.sites", "bf16"], "preset 'bf16'"),
+        (["--trainer.plugins.init_args.layers", "[5]"], "layers=[5]"),
+        (["--trainer.callbacks+=QKGard"], "QKGard"),
+        ([f"--trainer.callbacks+={callback('QKGuard', treshold=3)}"], "treshold"),
+        ([f"--trainer.callbacks+={callback('QKGuard', threshold=-3)}"], "threshold=-3"),
+        ([f"--trainer.callbacks+={callback('RouteSplice', route='qkv')}"], "route 'qkv'"),
+        ([f"--trainer.callbacks+={callback('RouteSplice')}", "--trainer.plugins", "null"], "RouteSplice needs a plugin"),
+        (["--data", "Corpus"], "data"),
+        (["--data.init_args.train", "/nowhere/train.bin"], "/nowhere/train.bin"),
+        (["--data.init_args.batch_size", "0"], "batch_size=0"),
+        (["--run.arm", "a/b"], "run.arm='a/b'"),
+        (["--run.experiment", ""], "run.experiment=''"),
+        (["--seed_everything", "false"], "seed_everything"),
+        (["-c", "nowhere.yaml"], "nowhere.yaml"),
+        (["--ckpt_path", "/nowhere/last.ckpt"], "/nowhere/last.ckpt"),
+        (["--model.overrides.vocab_size", "16"], "set model.overrides.vocab_size to at least 32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_is_named(
+    tmp_path: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str], extra: list[str], named: str
+) -> None:
+    assert named in failure(["fit", *run_args(tmp_path, tokens, steps=1), *extra], capsys)
+
+
+def test_a_wrong_yaml_names_its_key(tmp_path: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for text, named in (
+        ("trainer: {max_stepz: 3}", "max_stepz"),
+        ("modle: {lr: 1}", "modle"),
+        ("trainer: {plugins: {class_path: BF16CarryAttention, init_args: {carry: 2, sies: fp32}}}", "sies"),
+        ("trainer: {callbacks+: [{class_path: Guard}]}", "Guard"),
+        ("model: {lr: [", "line 2"),
+    ):
+        (tmp_path / "wrong.yaml").write_text(text)
+        args = [*run_args(tmp_path, tokens), "-c", str(tmp_path / "wrong.yaml")]
+        assert named in failure(["fit", *args], capsys), text
+        with pytest.raises(ValueError, match=named):
+            resolve_run(args)
+    assert not run_dir(tmp_path).exists()
+
+
+def test_errors_inside_training_can_be_shown_in_full(
+    tmp_path: Path, tokens: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_QK_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="lr=-1"):
+        main(["fit", *run_args(tmp_path, tokens), "--model.lr", "-1"])
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b"])
+def test_names_that_are_no_directories_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"run\.arm="):
+        RunConfig(arm=name)
+    assert RunConfig().arm == "base" and "failed" not in DONE
+
+
+# validate and test
+
+
+def evaluate_args(root: Path, tokens: dict[str, Any]) -> list[str]:
+    return run_args(root, tokens)
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "test"])
+def test_a_checkpoint_is_evaluated_and_its_run_left_alone(
+    root: Path, tokens: dict[str, Any], subcommand: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(root)
+    assert main([subcommand, *evaluate_args(root, tokens), "--ckpt_path", "last"]) == 0
+    assert contents(root) == before
+    verdict = read_verdict(run_dir(root))
+    assert verdict is not None
+    shown = capsys.readouterr().out
+    key = "loss/val" if subcommand == "validate" else "loss/test"
+    (value,) = (line.split("│")[2].split()[0] for line in shown.splitlines() if key in line)
+    assert float(value) == pytest.approx(verdict["val_loss"], rel=1e-5)
+
+
+def test_evaluating_a_run_without_a_checkpoint_is_an_error(
+    tmp_path: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = failure(["validate", *evaluate_args(tmp_path, tokens), "--ckpt_path", "last"], capsys)
+    assert f"{run_dir(tmp_path)} has no checkpoint" in message
+
+
+def test_threads_can_be_set_from_outside(
+    tmp_path: Path, tokens: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_QK_THREADS", "2")
+    assert main(["fit", *run_args(tmp_path, tokens, steps=1)]) == 0
+    verdict = read_verdict(run_dir(tmp_path))
+    assert verdict is not None and verdict["threads"] == 2
+
+
+# the command
+
+
+def test_the_command_dispatches_and_names_what_it_knows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, code in ((["--help"], 0), ([], 2), (["train"], 2)):
+        monkeypatch.setattr(sys, "argv", ["lightning-qk", *arguments])
+        assert command() == code
+        shown = capsys.readouterr()
+        for name in ("fit", "validate", "test", "sweep", "report"):
+            assert name in shown.out + shown.err
+    assert "'train' is not a command" in shown.err
+
+
+def test_python_m_runs_and_fails_as_it_should(tmp_path: Path, tokens: dict[str, Any]) -> None:
+    good = start(["fit", *run_args(tmp_path, tokens, steps=2)], tmp_path)
+    bad = start(["fit", *run_args(tmp_path / "bad", tokens), "--model.lr", "fast"], tmp_path)
+    finish(good)
+    assert json.loads((run_dir(tmp_path) / "verdict.json").read_text())["status"] == "completed"
+    message = finish(bad, code=2)
+    assert "model.lr" in message and "Traceback" not in message
+
+
+def python(code: str, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = dict(os.environ)
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_importing_the_package_is_light(tmp_path: Path) -> None:
+    heavy = ("lightning", "triton", "datasets", "torch._inductor", "matplotlib", "tensorboard", "jsonargparse")
+    done = python(
+        f"import sys, lightning_qk; lightning_qk.GPT; print([m for m in {heavy} if m in sys.modules]);"
+        "print(lightning_qk.StdlibCorpus.__name__, 'lightning' in sys.modules)",
+        tmp_path,
+    )
+    assert done.stdout.split() == ["[]", "StdlibCorpus", "True"], done.stderr
+
+
+def test_another_package_called_kernels_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("def get_kernel(): ...\n")
+    done = python("import lightning_qk", tmp_path, path=tmp_path)
+    assert done.returncode != 0
+    assert str(tmp_path / "kernels" / "__init__.py") in done.stderr and "pip uninstall kernels" in done.stderr
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
+    import lightning_qk
+
+    with pytest.raises(AttributeError, match="no attribute 'GPT3'"):
+        _ = lightning_qk.GPT3
+    for name in lightning_qk.__all__:
+        assert getattr(lightning_qk, name) is not None

@@ -1,0 +1,99 @@
+"""The order of one optimizer step, with every callback on: this order is what the arms' meaning rests on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import data, fault, module, trainer
+
+from callbacks import CollapseStop, QKGuard, RouteSplice, SpectralMonitor
+from callbacks.random_state import RandomState
+from callbacks.run_recorder import RunRecorder
+from lightning_qk.routes import attention_sites
+
+MICRO = ["forward(faulty)", "backward(faulty)", "forward(clean)", "backward(clean)"]
+STEP = ["splice", "clip", "step", "spectra", "guard decides", "collapse judges"]
+
+
+def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accumulate: int, order: list[int]) -> list[str]:
+    """Two optimizer steps, as a list of what happened."""
+    trace: list[str] = []
+
+    def watch(owner: Any, name: str, label: str, before: bool = True) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                trace.append(label)
+            result = original(*args, **kwargs)
+            if not before:
+                trace.append(label)
+            return result
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    plugin = fault()
+    model = module()
+    forward, backward = model.forward, torch.Tensor.backward
+
+    def state() -> str:
+        return "faulty" if plugin.switch.on else "clean"
+
+    def traced_forward(*batch: Any) -> Any:
+        trace.append(f"forward({state()})")
+        return forward(*batch)
+
+    def traced_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        trace.append(f"backward({state()})")
+        return backward(self, *args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", traced_forward)
+    monkeypatch.setattr(torch.Tensor, "backward", traced_backward)
+    monitor, stop, guard, splice = SpectralMonitor(1), CollapseStop(), QKGuard(1e9), RouteSplice("qk")
+    watch(splice, "on_before_optimizer_step", "splice", before=False)
+    watch(model, "configure_gradient_clipping", "clip")
+    watch(monitor, "_top", "spectra")
+    watch(guard, "_decide", "guard decides")
+    watch(stop, "judge", "collapse judges")
+    configure = model.configure_optimizers
+
+    def traced_optimizers() -> Any:
+        setup = configure()
+        setup["optimizer"].register_step_post_hook(lambda *_: trace.append("step"))
+        return setup
+
+    monkeypatch.setattr(model, "configure_optimizers", traced_optimizers)
+    watching = [monitor, guard, stop]
+    callbacks = [RandomState(), RunRecorder(), splice, *(watching[i] for i in order)]
+    trainer(tmp_path, callbacks, plugin, max_steps=2, accumulate_grad_batches=accumulate).fit(model, data())
+    assert all(not site.qk_norm_on for site in attention_sites(model))
+    return trace
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_one_training_step_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accumulate: int) -> None:
+    assert traced(monkeypatch, tmp_path, accumulate, [0, 1, 2]) == (MICRO * accumulate + STEP) * 2
+
+
+def test_the_order_of_interventions_does_not_depend_on_the_yaml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trace = traced(monkeypatch, tmp_path, 1, [2, 1, 0])
+    assert trace == (MICRO + [*STEP[:3], *reversed(STEP[3:])]) * 2
+
+
+def test_the_guard_acts_from_the_step_after_its_decision(tmp_path: Path) -> None:
+    """Validation that follows the decision already runs with QK-norm on; the step that fired did not."""
+    model = module()
+    seen: list[tuple[str, bool]] = []
+    forward = model.forward
+    runner = trainer(tmp_path, [QKGuard(1e-6)], fault(), limit_val_batches=1, val_check_interval=1, max_steps=2)
+
+    def watched(*batch: Any) -> Any:
+        seen.append(("train" if runner.training else "validate", attention_sites(model)[0].qk_norm_on))
+        return forward(*batch)
+
+    model.forward = watched  # type: ignore[method-assign]
+    runner.fit(model, data())
+    assert seen == [("train", False), ("validate", True), ("train", True), ("validate", True)]
