@@ -3,9 +3,19 @@
 from callbacks.collapse_stop import CollapseStop
 from callbacks.qk_guard import QKGuard
 from callbacks.random_state import RandomState
+from callbacks.resumed_validation import ResumedValidation
 from callbacks.route_splice import RouteSplice
 from callbacks.run_progress_bar import RunProgressBar
 from callbacks.run_recorder import RunRecorder
 from callbacks.spectral_monitor import SpectralMonitor
 
-__all__ = ["CollapseStop", "QKGuard", "RandomState", "RouteSplice", "RunProgressBar", "RunRecorder", "SpectralMonitor"]
+__all__ = [
+    "CollapseStop",
+    "QKGuard",
+    "RandomState",
+    "ResumedValidation",
+    "RouteSplice",
+    "RunProgressBar",
+    "RunRecorder",
+    "SpectralMonitor",
+]

@@ -138,7 +138,8 @@ class QKGuard(Callback):
 
     def verdict_fields(self) -> dict[str, Any]:
         """What the run's verdict takes from here."""
-        return {"guard": "fired" if self.fired else "dormant", "guard_step": self.fired_step}
+        logit = self.history[0]["logit"] if self.history else None
+        return {"guard": "fired" if self.fired else "dormant", "guard_step": self.fired_step, "guard_logit": logit}
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class RunRecorder(Callback):
         self._started = self._written = time.monotonic()
         self._first_step = 0
         self._data: dict[str, Any] = {}
+        self._val_loss: float | None = None
+        self._saved = False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -54,6 +56,12 @@ class RunRecorder(Callback):
             self._progress(trainer, "training")
 
     @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        val_loss = trainer.callback_metrics.get("loss/val")
+        if val_loss is not None and not trainer.sanity_checking:
+            self._val_loss = float(val_loss)
+
+    @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._progress(trainer, "finished")
         self._verdict(trainer, None)
@@ -66,8 +74,19 @@ class RunRecorder(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # events up to a checkpoint must be on disk before it: a killed run goes on from there and does not
-        # log them again
+        # a killed run goes on from there and does not log again what came before, nor the step itself, whose metrics
+        # and validation are logged only after this
+        self._flush(trainer)
+        self._saved = True
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._saved:
+            self._flush(trainer)
+            self._saved = False
+
+    @staticmethod
+    def _flush(trainer: Trainer) -> None:
         for logger in trainer.loggers:
             flush = getattr(getattr(logger, "experiment", None), "flush", None)
             if flush is not None:
@@ -75,11 +94,11 @@ class RunRecorder(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"seconds": self._seconds + time.monotonic() - self._started}
+        return {"seconds": self._seconds + time.monotonic() - self._started, "val_loss": self._val_loss}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._seconds = state_dict["seconds"]
+        self._seconds, self._val_loss = state_dict["seconds"], state_dict["val_loss"]
 
     def _fields(self, trainer: Trainer) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -113,7 +132,6 @@ class RunRecorder(Callback):
         if not trainer.is_global_zero:
             return
         fields = self._fields(trainer)
-        val_loss = trainer.callback_metrics.get("loss/val")
         write_json_atomic(
             Path(trainer.default_root_dir) / VERDICT_FILE,
             {
@@ -126,7 +144,7 @@ class RunRecorder(Callback):
                 "max_steps": trainer.max_steps,
                 **{name: fields.pop(name, None) for name in _FIELDS},
                 **{name: value for name, value in fields.items() if name != "status"},
-                "val_loss": None if val_loss is None else float(val_loss),
+                "val_loss": self._val_loss,
                 "seconds": self._seconds + time.monotonic() - self._started,
                 "data": self._data,
                 "versions": versions(),

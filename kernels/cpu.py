@@ -183,10 +183,3 @@ def backward(
             _add_(dv[j], p.transpose(1, 2), dout[i], 1.0, sites.dv_chunk, sites.dv)
         dq[:, rows] = dq_i
     return dq, torch.cat(dk, 1).to(k_NSD.dtype), torch.cat(dv, 1).to(v_NSD.dtype)
-
-
-_compile_mode = False
-
-
-def set_compile(mode: bool | str) -> None:
-    """Does nothing: this backend no longer compiles."""

@@ -45,9 +45,9 @@ d*_chunk, d*     F     B           F             B           B
 
 ``fa2`` is what production kernels do: only matmul operands and the final output are narrow. ``bf16_carry`` is the
 fault: the same recurrence whose running output and statistics live in bfloat16. ``o_carry_only``, ``l_only`` and
-``pv_only`` put one of its roundings into ``fa2`` with bfloat16 scores. ``qiu_untiled`` (arXiv 2510.04212) needs ``tile``
-= the sequence length. ``ucker_cuda`` and ``ucker_cpu`` follow that paper's released code, run eagerly under CUDA autocast and
-on CPU; the latter has ``sum_rounded_p``.
+``pv_only`` put one of its roundings into ``fa2`` with bfloat16 scores. ``qiu_untiled`` (arXiv 2510.04212) needs
+``tile`` = the sequence length. ``ucker_cuda`` and ``ucker_cpu`` follow that paper's released code, run eagerly under
+CUDA autocast and on CPU; the latter has ``sum_rounded_p``.
 """
 
 from __future__ import annotations

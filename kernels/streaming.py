@@ -18,7 +18,7 @@ from kernels.sites import RoundingSites
 
 BACKENDS = {"reference": reference, "cpu": cpu}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Elements of a score tile over all heads worked on at once: the tile and its temporaries stay in a core's cache.
+# Elements of a score tile over all heads worked on at once: small enough for the cache, large enough to hide overheads.
 _TILE_ELEMENTS = 1 << 19
 
 

@@ -171,6 +171,7 @@ class StreamingCore(AttentionCore):
                 self._qk = (q_BHTD.detach(), k_BHTD.detach())
         return out
 
+    @torch.compiler.disable  # the seed is new at every step: a graph guarded on it would be compiled anew each time
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sites: RoundingSites) -> tuple[Tensor, Tensor, Tensor]:
         seed = (self.switch.seed * 1_000_003 + self.layer) % (1 << 40)
         result = streaming_attention(q, k, v, sites, self.tile, seed=seed, backend=self.backend)

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 import callbacks  # noqa: F401  (short class names in YAML resolve to imported classes)
 import lightning_qk.precision  # noqa: F401
-from callbacks import RandomState, RunRecorder
+from callbacks import RandomState, ResumedValidation, RunRecorder
 from lightning_qk.data import TokenData
 from lightning_qk.module import GPTModule
 from lightning_qk.verdict import read_verdict
@@ -149,7 +149,7 @@ class QKCLI(LightningCLI):
             recorder = RunRecorder(
                 options.run.experiment, options.run.arm, options.seed_everything, self.resolved.config_hash
             )
-            self.trainer_defaults["callbacks"] = [RandomState(), recorder]
+            self.trainer_defaults["callbacks"] = [RandomState(), ResumedValidation(), recorder]
         return super().instantiate_trainer(**kwargs)
 
     def _logger(self) -> TensorBoardLogger:
@@ -166,9 +166,13 @@ class QKCLI(LightningCLI):
 
 
 def _last_checkpoint(run_dir: Path) -> str | None:
-    """The newest checkpoint that is whole: Lightning's are not written atomically across file systems."""
-    newest_first = sorted((run_dir / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    return next((str(path) for path in newest_first if zipfile.is_zipfile(path)), None)
+    """The newest ``last*.ckpt`` that is whole, else the newest other one: a kill can leave a part of a file.
+
+    (Lightning writes to the temporary directory and moves, which is a copy if that is another file system.)
+    """
+    newest_first = sorted((run_dir / "checkpoints").glob("*.ckpt"), key=lambda path: -path.stat().st_mtime_ns)
+    last_first = sorted(newest_first, key=lambda path: not path.name.startswith("last"))
+    return next((str(path) for path in last_first if zipfile.is_zipfile(path)), None)
 
 
 def config_hash(options: Namespace) -> str:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning.pytorch import Callback
 from tiny import SIZE, numbers
 
+from lightning_qk.cli import main
 from lightning_qk.events import read_scalars
 
 CHECKPOINT = json.dumps(
@@ -72,7 +76,7 @@ def run_dir(root: Path) -> Path:
 
 def start(args: list[str], cwd: Path, **environment: str) -> subprocess.Popen[str]:
     """``python -m lightning_qk ...`` as a process of its own."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **environment}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent), **environment}
     command = [sys.executable, "-m", "lightning_qk", *args]
     return subprocess.Popen(
         command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -94,3 +98,33 @@ def outcome(directory: Path) -> dict[str, Any]:
         for tag, series in read_scalars(directory).items()
     }
     return {"verdict": verdict, "curves": curves}
+
+
+class Kill(Callback):
+    """Kills its own process without notice, as a scheduler or an out-of-memory killer does.
+
+    Args:
+        hook: the hook in which it happens.
+        call: which call of the hook.
+    """
+
+    def __init__(self, hook: str, call: int) -> None:
+        self.calls = 0
+        setattr(self, hook, self._hook(getattr(self, hook), call))
+
+    def _hook(self, original: Any, call: int) -> Any:
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        return hook
+
+
+def killed(args: list[str]) -> None:
+    """Runs the command line in a child of this process, which spares the imports, and sees it killed."""
+    child = multiprocessing.get_context("fork").Process(target=main, args=(args,))
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL

@@ -86,7 +86,7 @@ def test_dormant_it_changes_nothing(tmp_path: Path, plugin: Any) -> None:
     alone, without, _ = run(tmp_path, None, plugin=plugin)
     assert with_guard.losses == without.losses
     assert_same(weights(guarded), weights(alone))
-    assert guard.verdict_fields() == {"guard": "dormant", "guard_step": None}
+    assert guard.verdict_fields() == {"guard": "dormant", "guard_step": None, "guard_logit": None}
     assert {row["guard/fired"] for row in with_guard.logged} == {0.0}
 
 
@@ -102,7 +102,8 @@ def test_it_fires_after_the_first_step_over_the_threshold_and_acts_from_the_next
     assert guarded.losses[step] != plain.losses[step]
     assert max(map(max, seen.logits[step:])) <= math.sqrt(8) * 1.01
     assert guard.history == [{"step": step, "layers": [0, 1], "logit": pytest.approx(max(watch.logits[step - 1]))}]
-    assert guard.verdict_fields() == {"guard": "fired", "guard_step": step}
+    logit = guard.history[0]["logit"]
+    assert guard.verdict_fields() == {"guard": "fired", "guard_step": step, "guard_logit": logit}
     assert [row["guard/fired"] for row in guarded.logged] == [0.0] * step + [1.0] * (STEPS - step)
 
 
@@ -161,7 +162,7 @@ def test_always_on_is_qk_norm_from_the_first_step(tmp_path: Path) -> None:
     assert watch.on == [[True, True]] * 4
     assert recording.losses == plain.losses
     assert_same(weights(twin), weights(expected))
-    assert guard.verdict_fields() == {"guard": "fired", "guard_step": 0}
+    assert guard.verdict_fields() == {"guard": "fired", "guard_step": 0, "guard_logit": None}
     assert {row["guard/fired"] for row in recording.logged} == {1.0}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from tiny import fault, fit, module
+from tiny import data, fault, fit, module
 
 from callbacks import CollapseStop, QKGuard, RunProgressBar, RunRecorder, SpectralMonitor
 from callbacks.run_recorder import _FIELDS
@@ -20,7 +20,7 @@ from lightning_qk.verdict import read_verdict, versions, write_json_atomic
 
 ALL = {
     *("schema", "status", "experiment", "arm", "seed", "step", "max_steps", "val_loss", "seconds", "versions"),
-    *("threads", "config_hash", "error", "guard", "recovered_spikes", *_FIELDS),
+    *("threads", "config_hash", "error", "guard", "guard_logit", "recovered_spikes", "data", *_FIELDS),
 }
 
 
@@ -58,7 +58,7 @@ def test_a_completed_run_says_so(tmp_path: Path) -> None:
     assert verdict["min_loss"] == pytest.approx(min(pairs))
     assert verdict["val_loss"] == pytest.approx(recording.logged[-1]["loss/val"], abs=0.5)
     assert verdict["sigma_q"] > 0 and verdict["sigma_k"] > 0 and verdict["max_logit_peak"] >= verdict["max_logit"]
-    assert verdict["seconds"] > 0
+    assert verdict["seconds"] > 0 and verdict["data"] == data().describe() | {"source": "numbers", "sha256": "0" * 64}
     assert verdict["versions"]["torch"] == torch.__version__
     assert read_verdict(tmp_path) == verdict
 
@@ -141,7 +141,7 @@ def test_an_exception_is_a_failed_run_with_its_error(tmp_path: Path) -> None:
     verdict = read_verdict(tmp_path)
     assert verdict is not None
     assert (verdict["status"], verdict["error"], verdict["step"]) == ("failed", "RuntimeError: disk full", 2)
-    assert set(verdict) == ALL - {"guard"}
+    assert set(verdict) == ALL - {"guard", "guard_logit"}
 
 
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, SystemExit])
@@ -192,6 +192,12 @@ def test_events_are_on_disk_before_a_checkpoint_is(tmp_path: Path) -> None:
     run: Any = type("Run", (), {"loggers": [logger, object()]})
     RunRecorder().on_save_checkpoint(run, None, {})  # type: ignore[arg-type]
     assert logger.flushed == 1
+    # what the step of the checkpoint logs, it logs after it
+    recorder = RunRecorder()
+    recorder.on_save_checkpoint(run, None, {})  # type: ignore[arg-type]
+    for batch_idx in range(3):
+        recorder.on_train_batch_start(run, None, None, batch_idx)  # type: ignore[arg-type]
+    assert logger.flushed == 3
 
 
 # the file itself

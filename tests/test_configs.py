@@ -1,0 +1,111 @@
+"""Every YAML under ``configs`` parses, and an arm changes an arm's keys and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_qk.cli import QKCLI, build, resolve_run
+from lightning_qk.experiment import parse_sweep
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+ARMS = sorted((CONFIGS / "arms").glob("*.yaml"))
+EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.yaml"))
+HARDWARE = sorted((CONFIGS / "hardware").glob("*.yaml"))
+SIZES = sorted(path for path in CONFIGS.glob("*.yaml") if path.name != "base.yaml")
+ARM_KEYS = ("run.arm", "trainer.plugins.init_args.", "trainer.callbacks")
+
+
+def stem(path: Path) -> str:
+    return path.stem
+
+
+def files(*paths: Path) -> list[str]:
+    return [part for path in paths for part in ("-c", str(path))]
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {k: v for name, item in value.items() for k, v in flat(item, f"{prefix}{name}.").items()}
+    return {prefix.rstrip("."): value}
+
+
+def merged(*paths: Path) -> dict[str, Any]:
+    """The parsed configuration of these files, by dotted key."""
+    captured: list[dict[str, Any]] = []
+
+    class Parsed(QKCLI):
+        def instantiate_classes(self) -> None:
+            captured.append(self.config.as_dict())
+
+    import lightning_qk.cli as cli
+
+    original, cli.QKCLI = cli.QKCLI, Parsed  # type: ignore[misc]
+    try:
+        build(files(*paths), run=False)
+    finally:
+        cli.QKCLI = original  # type: ignore[misc]
+    (config,) = captured
+    config.pop("config", None)
+    return flat(config)
+
+
+def test_there_is_something_to_check() -> None:
+    assert {path.stem for path in ARMS} >= {"fp32", "fault", "clean_qk", "clean_mlp", "qk_norm", "guard"}
+    assert {path.stem for path in SIZES} >= {"proxy"} and EXPERIMENTS
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=stem)
+@pytest.mark.parametrize("size", SIZES, ids=stem)
+def test_every_arm_of_every_size_resolves(size: Path, arm: Path) -> None:
+    run = resolve_run(files(CONFIGS / "base.yaml", size, arm))
+    assert run.run_dir.parts[-2] == arm.stem
+    assert run.run_dir.parts[-1] == "seed_0"
+
+
+@pytest.mark.parametrize("size", SIZES, ids=stem)
+def test_no_two_arms_are_the_same_run(size: Path) -> None:
+    hashes = {arm.stem: resolve_run(files(CONFIGS / "base.yaml", size, arm)).config_hash for arm in ARMS}
+    assert len(set(hashes.values())) == len(ARMS)
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=stem)
+def test_an_arm_changes_the_keys_of_arms_only(arm: Path) -> None:
+    base = CONFIGS / "base.yaml", CONFIGS / "proxy.yaml"
+    without, with_arm = merged(*base), merged(*base, arm)
+    assert without.keys() == with_arm.keys()
+    changed = {key for key in without if str(without[key]) != str(with_arm[key])}
+    assert "run.arm" in changed
+    assert not [key for key in changed if not key.startswith(ARM_KEYS)]
+    before, after = (config["trainer.callbacks"] for config in (without, with_arm))
+    assert after[: len(before)] == before  # an arm adds callbacks and takes none away
+    assert [one["class_path"].split(".")[-1] for one in before] == [
+        one["class_path"].split(".")[-1] for one in after[: len(before)]
+    ]
+
+
+@pytest.mark.parametrize("hardware", HARDWARE, ids=stem)
+def test_every_hardware_resolves(hardware: Path) -> None:
+    base = CONFIGS / "base.yaml", CONFIGS / "proxy.yaml"
+    run = resolve_run(files(*base, hardware))
+    assert run.config_hash != resolve_run(files(*base)).config_hash
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=stem)
+def test_every_experiment_resolves_to_different_runs(path: Path, tmp_path: Path) -> None:
+    _, experiment = parse_sweep(["-c", str(path)], "")
+    runs = experiment.runs(tmp_path)
+    resolved = [resolve_run(list(run.fit_args)) for run in runs]
+    assert [one.run_dir for one in resolved] == [run.path for run in runs]
+    assert len({one.config_hash for one in resolved}) == len(runs)
+    assert experiment.reference is None or experiment.reference in experiment.arms
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=stem)
+def test_no_file_sets_the_precision_that_the_plugin_owns(path: Path) -> None:
+    content = yaml.safe_load(path.read_text())
+    assert "precision" not in content.get("trainer", {})
+    assert path.read_text().startswith("# ")  # says what it is
