@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.step import OptimizerStepClock
+from lightning_qk.module import logging_is_due
 
 
 class CollapseStop(Callback):
@@ -69,7 +70,7 @@ class CollapseStop(Callback):
         if trainer.world_size > 1:
             value = trainer.strategy.reduce(value, reduce_op="mean")
         self.judge(float(value), trainer.global_step)
-        if self._recent:
+        if self._recent and logging_is_due(trainer):
             pl_module.log("collapse/excess", max(0.0, self._mean() - self._minimum))
         if self._status == "nonfinite" or (self._status == "collapsed" and self.stop):
             trainer.should_stop = True

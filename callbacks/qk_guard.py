@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks.step import OptimizerStepClock
+from lightning_qk.module import logging_is_due
 from lightning_qk.routes import attention_sites
 
 
@@ -100,7 +101,8 @@ class QKGuard(Callback):
             self._sense(sites)
         if not stepped:
             return
-        pl_module.log("guard/fired", float(self.fired))
+        if logging_is_due(trainer):
+            pl_module.log("guard/fired", float(self.fired))
         if not dormant:
             return
         if self.mode == "fire_at_step" and self.fire_step is not None and step >= self.fire_step:

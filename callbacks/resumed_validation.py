@@ -21,7 +21,9 @@ class ResumedValidation(Callback):
         interval = trainer.val_check_batch
         if not trainer.enable_validation or interval is None or (loop.total_batch_idx + 1) % interval:
             return
+        # then leave the loop as it was found: Lightning has not begun to go on yet
         loop.val_loop.restarting = False
         trainer.validating = True
         loop.val_loop.run()
         trainer.training = True
+        loop.val_loop.restarting, loop.val_loop._has_run = True, False

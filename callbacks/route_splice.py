@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_qk.module import full
+from lightning_qk.module import full, logging_is_due
 from lightning_qk.precision import FaultPrecision
 from lightning_qk.routes import route_parameters
 
@@ -79,7 +79,8 @@ class RouteSplice(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         with torch.no_grad():
-            self._log(trainer, pl_module)
+            if logging_is_due(trainer):
+                self._log(trainer, pl_module)
             for p in route_parameters(pl_module, self.route, self.layers).values():
                 assert p.grad is not None
                 p.grad.copy_(self._clean[p])  # in place: DDP may view it in a bucket

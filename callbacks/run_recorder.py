@@ -85,6 +85,11 @@ class RunRecorder(Callback):
             self._flush(trainer)
             self._saved = False
 
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._saved:  # a validation can be long, and its own result is still to come
+            self._flush(trainer)
+
     @staticmethod
     def _flush(trainer: Trainer) -> None:
         for logger in trainer.loggers:

@@ -86,7 +86,7 @@ class QKCLI(LightningCLI):
 
     @override
     def _parse_ckpt_path(self) -> None:
-        """Does nothing: Lightning's lets a checkpoint override the command line silently; GPTModule compares instead."""
+        """Does nothing: Lightning's lets a checkpoint override the command line silently; GPTModule compares."""
 
     @property
     def _options(self) -> Namespace:
@@ -114,7 +114,9 @@ class QKCLI(LightningCLI):
 
     def _prepare_directory(self) -> None:
         options, run_dir = self._options, self.resolved.run_dir
-        if rank_zero_only.rank != 0:  # rank zero judges; the others only need to find the same checkpoint
+        if (
+            getattr(rank_zero_only, "rank", 0) != 0
+        ):  # rank zero judges; the others only need to find the same checkpoint
             if options.ckpt_path == "last":
                 options.ckpt_path = None if options.run.overwrite else _last_checkpoint(run_dir)
             return

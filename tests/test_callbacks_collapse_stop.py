@@ -142,9 +142,7 @@ class Diverge(Callback):
 @pytest.mark.parametrize(("stop", "steps"), [(True, 7), (False, 10)])
 def test_a_trainer_stops_when_told_to(tmp_path: Path, stop: bool, steps: int, accumulate: int) -> None:
     judge = CollapseStop(window=1, patience=3, stop=stop)
-    _, recording = fit(
-        tmp_path, [Diverge(3, 9.0), judge], fault(), max_steps=10, accumulate_grad_batches=accumulate
-    )
+    _, recording = fit(tmp_path, [Diverge(3, 9.0), judge], fault(), max_steps=10, accumulate_grad_batches=accumulate)
     fields = judge.verdict_fields()
     assert (fields["status"], fields["collapse_step"]) == ("collapsed", 4)
     assert len(recording.losses) == steps * accumulate

@@ -55,9 +55,9 @@ def run(
 def uneven() -> GPTModule:
     """A model whose logits are larger in layer 1 than in layer 0."""
     model = module(lr=3e-2)
-    for layer, block in enumerate(model.model.blocks):
-        torch.nn.init.normal_(block.attention.q_proj.weight, std=0.2 + 0.4 * layer)
-        torch.nn.init.normal_(block.attention.k_proj.weight, std=0.2 + 0.4 * layer)
+    for layer, site in enumerate(attention_sites(model)):
+        torch.nn.init.normal_(site.q_proj.weight, std=0.2 + 0.4 * layer)
+        torch.nn.init.normal_(site.k_proj.weight, std=0.2 + 0.4 * layer)
     return model
 
 
@@ -132,7 +132,12 @@ def test_it_looks_every_nth_step_only(tmp_path: Path) -> None:
     guard = QKGuard(threshold=1e-9, every_n_steps=4)
     senses: list[int] = []
     sense = guard._sense
-    guard._sense = lambda sites: (senses.append(1), sense(sites))[1]  # type: ignore[method-assign]
+
+    def counted(sites: list[Any]) -> None:
+        senses.append(1)
+        sense(sites)
+
+    guard._sense = counted  # type: ignore[method-assign]
     _, _, watch = run(tmp_path, guard, steps=6, accumulate_grad_batches=2)
     assert guard.fired_step == 4 and len(senses) == 2
     assert guard.history[0]["logit"] == max(max(row) for row in watch.logits[6:8])
@@ -195,13 +200,20 @@ def test_logits_that_are_not_finite_fire(tmp_path: Path, plugin: Any, value: flo
 def test_sdpa_is_asked_for_the_exact_maximum_only_when_its_bound_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[float] = []
-    exact = SDPACore.max_logit_H.fget
-    assert exact is not None
+    asked: list[int] = []
+    bounds: list[float] = []
+    exact, bound = (vars(SDPACore)[name].fget for name in ("max_logit_H", "logit_bound_H"))
 
-    def watched(core: SDPACore) -> torch.Tensor:
-        asked.append(1.0)
+    def counted_exact(core: SDPACore) -> torch.Tensor:
+        asked.append(1)
         return exact(core)
+
+    def kept_bound(core: SDPACore) -> torch.Tensor:
+        bounds.append(float(bound(core).max()))
+        return bound(core)
+
+    monkeypatch.setattr(SDPACore, "max_logit_H", property(counted_exact))
+    monkeypatch.setattr(SDPACore, "logit_bound_H", property(kept_bound))
 
     def bound_and_exact(threshold: float) -> tuple[QKGuard, int]:
         asked.clear()
@@ -209,13 +221,6 @@ def test_sdpa_is_asked_for_the_exact_maximum_only_when_its_bound_is_over(
         fit(tmp_path, [guard], fault("fp32", None, core="sdpa"), max_steps=1)
         return guard, len(asked)
 
-    core = SDPACore()
-    core.observed = True
-    monkeypatch.setattr(SDPACore, "max_logit_H", property(watched))
-    bounds: list[float] = []
-    bound = SDPACore.logit_bound_H.fget
-    assert bound is not None
-    monkeypatch.setattr(SDPACore, "logit_bound_H", property(lambda c: bounds.append(float(bound(c).max())) or bound(c)))
     assert bound_and_exact(1e6)[1] == 0
     largest_bound = max(bounds)
     guard, calls = bound_and_exact(largest_bound * 0.999)

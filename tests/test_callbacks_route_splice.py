@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from callbacks import QKGuard, RouteSplice, SpectralMonitor
 from lightning_qk.precision import FaultPrecision
-from lightning_qk.routes import ROUTES, route_parameters
+from lightning_qk.routes import ROUTES, attention_sites, route_parameters
 
 SITES = ["bf16_carry", "stochastic"]
 
@@ -27,13 +28,13 @@ def plugin(sites: str, base: str = "fp32") -> Any:
     return fault(sites, 2 if sites == "bf16_carry" else None, base=base)
 
 
-def run(tmp_path: Path, callbacks: list[Callback], sites: str, steps: int = 1, **settings: Any) -> Recording:
+def run(tmp_path: Path, callbacks: Sequence[Callback], sites: str, steps: int = 1, **settings: Any) -> Recording:
     base = settings.pop("base", "fp32")
     fields = {"dropout": settings.pop("dropout", 0.0)}
     checkpointing = settings.pop("activation_checkpointing", False)
     model = module(fields, activation_checkpointing=checkpointing)
-    for site in model.model.blocks:
-        torch.nn.init.normal_(site.attention.q_proj.weight, std=1.0)  # attention that is not flat: a fault that shows
+    for site in attention_sites(model):
+        torch.nn.init.normal_(site.q_proj.weight, std=1.0)  # attention that is not flat: a fault that shows
     return fit(tmp_path, callbacks, plugin(sites, base), model, max_steps=steps, **settings)[1]
 
 
@@ -140,7 +141,7 @@ def test_splice_and_guard_work_together(tmp_path: Path) -> None:
     model, recording = fit(tmp_path, [guard, RouteSplice("all")], plugin("fp32"), max_steps=3)
     assert guard.fired_step == 1
     assert [row["splice/relative_error"] for row in recording.logged] == [0, 0, 0]
-    assert model.model.blocks[0].attention.qk_norm_on
+    assert attention_sites(model)[0].qk_norm_on
 
 
 def test_no_graph_outlives_the_clean_pass(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_no_graph_outlives_the_clean_pass(tmp_path: Path) -> None:
         losses.append(("faulty" if switch.switch.on else "clean", weakref.ref(loss)))
         return loss
 
-    model.forward = watched  # type: ignore[method-assign]
+    model.forward = watched  # type: ignore[method-assign, assignment]
     splice = RouteSplice("qk")
     fit(tmp_path, [splice, Alive()], switch, model, max_steps=2)
     assert alive == [[], []]

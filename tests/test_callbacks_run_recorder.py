@@ -149,7 +149,7 @@ def test_an_interrupted_run_has_no_verdict(tmp_path: Path, exception: type[BaseE
     def interrupt(trainer: Trainer, outputs: Any) -> None:
         raise exception
 
-    with pytest.raises(BaseException) as raised:  # noqa: PT011, B017
+    with pytest.raises(BaseException) as raised:
         fit(tmp_path, [recorder(), At(1, interrupt)], max_steps=4)
     assert isinstance(raised.value, KeyboardInterrupt | SystemExit)
     assert read_verdict(tmp_path) is None
@@ -195,9 +195,13 @@ def test_events_are_on_disk_before_a_checkpoint_is(tmp_path: Path) -> None:
     # what the step of the checkpoint logs, it logs after it
     recorder = RunRecorder()
     recorder.on_save_checkpoint(run, None, {})  # type: ignore[arg-type]
+    recorder.on_validation_start(run, None)  # type: ignore[arg-type]
+    assert logger.flushed == 3
     for batch_idx in range(3):
         recorder.on_train_batch_start(run, None, None, batch_idx)  # type: ignore[arg-type]
-    assert logger.flushed == 3
+    assert logger.flushed == 4
+    recorder.on_validation_start(run, None)  # type: ignore[arg-type]
+    assert logger.flushed == 4
 
 
 # the file itself

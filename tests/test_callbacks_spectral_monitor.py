@@ -84,7 +84,12 @@ def test_only_every_nth_step_is_read_and_logged(tmp_path: Path) -> None:
     monitor = SpectralMonitor(3)
     reads: list[int] = []
     top = monitor._top
-    monitor._top = lambda weights: reads.append(1) or top(weights)  # type: ignore[assignment, func-returns-value]
+
+    def counted(weights: torch.Tensor) -> Any:
+        reads.append(1)
+        return top(weights)
+
+    monitor._top = counted  # type: ignore[assignment]
     oracle, found = scalars(tmp_path, monitor, max_steps=7)
     assert len(reads) == 3
     assert found["sigma/q"].steps.tolist() == [0, 2, 5]  # steps 1, 3 and 6; TensorBoard counts from 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from runs import callback, finish, outcome, run_args, run_dir, start, write_tokens
 from tiny import assert_same, data, fault, fit, gradients, module, weights
 
 from callbacks import CollapseStop, QKGuard, RandomState, RouteSplice, RunRecorder, SpectralMonitor
@@ -80,7 +82,7 @@ def one_rank(root: Path, callbacks: list[Callback], guard: QKGuard | None = None
 def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], atol: float) -> None:
     assert left.keys() == right.keys()
     for name in left:
-        torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=atol, msg=partial("{}: {}".format, name))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -115,7 +117,9 @@ def test_two_ranks_with_a_splice_are_one_process(tmp_path: Path, accumulate: int
 
 def test_the_guard_fires_on_every_rank_though_one_alone_is_over(tmp_path: Path) -> None:
     first, second = two_ranks(tmp_path / "plain", [], max_steps=6)
-    ahead = [(step, max(a, b), min(a, b)) for step, (a, b) in enumerate(zip(first["logits"], second["logits"], strict=True))]
+    ahead = [
+        (step, max(a, b), min(a, b)) for step, (a, b) in enumerate(zip(first["logits"], second["logits"], strict=True))
+    ]
     before = [max(a, b) for a, b in zip(first["logits"], second["logits"], strict=True)]
     step, high, low = next(row for row in ahead if row[1] > row[2] and row[1] > max(before[: row[0]], default=0))
     threshold = (high + max(low, max(before[:step], default=0.0))) / 2
@@ -148,3 +152,27 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_both(tmp_path: Path) -> Non
 
     ranks = two_ranks(tmp_path, [Poison(), CollapseStop()], max_steps=5)
     assert [len(rank["losses"]) for rank in ranks] == [2, 2]
+
+
+@pytest.mark.slow
+def test_the_command_line_starts_replaces_and_resumes_two_processes(tmp_path: Path) -> None:
+    """Every process parses the command line itself, while another is already at work in the run's directory."""
+    tokens = write_tokens(tmp_path / "tokens")
+    watch = callback("SpectralMonitor", every_n_steps=1), callback("QKGuard", threshold=1e-6)
+    ranks = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.accelerator=cpu"]
+
+    def fit_args(steps: int, *extra: str) -> list[str]:
+        return ["fit", *run_args(tmp_path, tokens, *watch, callback("RouteSplice"), steps=steps), *ranks, *extra]
+
+    finish(start(fit_args(6), tmp_path))
+    first = outcome(run_dir(tmp_path))
+    assert first["verdict"]["step"] == 6 and first["verdict"]["guard_step"] == 1
+    assert first["curves"]["tokens"][1] == [repr(128.0 * step) for step in range(1, 7)]
+    finish(start(fit_args(3, "--run.overwrite=true"), tmp_path))
+    assert outcome(run_dir(tmp_path))["verdict"]["step"] == 3
+    finish(start(fit_args(6, "--ckpt_path=last"), tmp_path))
+    resumed = outcome(run_dir(tmp_path))
+    assert resumed["verdict"]["status"] == "completed"
+    for found in (first, resumed):
+        del found["curves"]["epoch"]  # the run of three steps had come to the end of its epoch
+    assert resumed["curves"] == first["curves"]

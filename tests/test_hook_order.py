@@ -78,9 +78,11 @@ def test_one_training_step_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert traced(monkeypatch, tmp_path, accumulate, [0, 1, 2]) == (MICRO * accumulate + STEP) * 2
 
 
-def test_the_order_of_interventions_does_not_depend_on_the_yaml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_order_of_interventions_does_not_depend_on_the_yaml(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     trace = traced(monkeypatch, tmp_path, 1, [2, 1, 0])
-    assert trace == (MICRO + [*STEP[:3], *reversed(STEP[3:])]) * 2
+    assert trace == [*MICRO, *STEP[:3], *reversed(STEP[3:])] * 2
 
 
 def test_the_guard_acts_from_the_step_after_its_decision(tmp_path: Path) -> None:
@@ -94,6 +96,6 @@ def test_the_guard_acts_from_the_step_after_its_decision(tmp_path: Path) -> None
         seen.append(("train" if runner.training else "validate", attention_sites(model)[0].qk_norm_on))
         return forward(*batch)
 
-    model.forward = watched  # type: ignore[method-assign]
+    model.forward = watched  # type: ignore[method-assign, assignment]
     runner.fit(model, data())
     assert seen == [("train", False), ("validate", True), ("train", True), ("validate", True)]

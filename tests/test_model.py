@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from kernels import RoundingSites
 from lightning_qk.attention import AttentionCore, FaultSwitch, SDPACore, StreamingCore, max_causal_logit
-from lightning_qk.model import PRESETS, QK_NORM_EPS, GPT, Attention, GPTConfig, rms_normalise
+from lightning_qk.model import GPT, PRESETS, QK_NORM_EPS, Attention, GPTConfig, rms_normalise
 from lightning_qk.routes import ROUTES, attention_sites, route_parameters
 
 FP32 = RoundingSites()
@@ -193,7 +195,9 @@ def test_with_qk_norm_the_scale_of_q_and_k_does_not_matter(factor: float) -> Non
     torch.testing.assert_close(loss, scaled_loss, rtol=1e-5, atol=0)  # 1e-6 in eps and float32 inside
     for name in before:
         back = factor if "q_proj" in name or "k_proj" in name else 1.0
-        torch.testing.assert_close(after[name] * back, before[name], rtol=1e-3, atol=1e-7, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(
+            after[name] * back, before[name], rtol=1e-3, atol=1e-7, msg=partial("{}: {}".format, name)
+        )
 
 
 def test_qk_norm_is_a_persistent_buffer_that_load_state_dict_follows() -> None:
@@ -235,7 +239,7 @@ def test_a_compiled_block_follows_the_switch(core: str) -> None:
 def test_a_compiled_block_follows_the_fault_and_its_seed() -> None:
     """Every step has its own seed: that may not compile the block anew each time."""
     torch._dynamo.reset()
-    sites = RoundingSites(o_carry=2, l_carry="2:sr")
+    sites = RoundingSites.build(overrides={"o_carry": 2, "l_carry": "2:sr"})
     switches = FaultSwitch(), FaultSwitch()
     plain, compiled = (install(gpt(), sites, switch) for switch in switches)
     counter = torch._dynamo.testing.CompileCounter()
@@ -254,13 +258,15 @@ def test_a_compiled_block_follows_the_fault_and_its_seed() -> None:
             settled = counter.frame_count
         elif step == 4:
             assert counter.frame_count == settled
-    assert all(not torch.equal(left, right) for left, right in zip(outputs, outputs[1:], strict=False))
+    assert all(not torch.equal(left, right) for left, right in pairwise(outputs))
 
 
 # activation checkpointing
 
 
-@pytest.mark.parametrize("sites", [None, FAULT, RoundingSites(o_carry="2:sr", s="3:sr", dq="2:sr")])
+@pytest.mark.parametrize(
+    "sites", [None, FAULT, RoundingSites.build(overrides={"o_carry": "2:sr", "s": "3:sr", "dq": "2:sr"})]
+)
 def test_activation_checkpointing_changes_no_gradient(sites: RoundingSites | None) -> None:
     results, sensors = [], []
     for checkpointing in (False, True):
@@ -286,7 +292,7 @@ def brute_force_max(q: Tensor, k: Tensor) -> Tensor:
         for h in range(q.shape[1]):
             for t in range(q.shape[2]):
                 for s in range(t + 1):
-                    best[h] = max(best[h], float(q[b, h, t] @ k[b, h, s]) / math.sqrt(q.shape[3]))
+                    best[h] = max(float(best[h]), float(q[b, h, t] @ k[b, h, s]) / math.sqrt(q.shape[3]))
     return best
 
 
@@ -299,7 +305,9 @@ def test_sdpa_sensor_is_the_brute_force_maximum(block: int, monkeypatch: pytest.
     core.observed = True
     core(q, k, v)
     torch.testing.assert_close(core.max_logit_H, brute_force_max(q, k), rtol=1e-5, atol=0)
-    assert bool((core.max_logit_H < (q[:, :, :1] @ k[:, :, -1:].transpose(-1, -2)).amax((0, 2, 3)) / math.sqrt(8)).all())
+    assert bool(
+        (core.max_logit_H < (q[:, :, :1] @ k[:, :, -1:].transpose(-1, -2)).amax((0, 2, 3)) / math.sqrt(8)).all()
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -396,7 +404,7 @@ def test_a_fault_on_some_heads_is_the_full_fault_there_and_nothing_elsewhere() -
 
 
 def test_stochastic_sites_draw_by_seed_and_layer() -> None:
-    sites = RoundingSites(l_carry="2:sr")
+    sites = RoundingSites.build(overrides={"l_carry": "2:sr"})
     q, k, v = qkv()
     outputs = {
         (seed, layer): streaming(sites, FaultSwitch(seed=seed), layer=layer)(q, k, v)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def test_cosine_schedule_ends_at_its_minimum(tmp_path: Path) -> None:
     assert rates[:3] == pytest.approx([0.5, 1.0, 1.0])
     assert rates[6] == pytest.approx(0.55)
     assert rates[10:] == pytest.approx([0.1, 0.1, 0.1])
-    assert all(a > b for a, b in zip(rates[2:], rates[3:11], strict=False))
+    assert all(a > b for a, b in pairwise(rates[2:11]))
 
 
 def test_no_warmup_starts_at_the_peak(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_lightning_trains_as_a_bare_loop_does(tmp_path: Path, accumulate: int, d
 @pytest.mark.parametrize("limit", [None, 0, 0.0])
 def test_no_limit_is_no_clipping_but_the_norm_is_logged(tmp_path: Path, limit: float | None) -> None:
     _, unclipped = fit(tmp_path, max_steps=2, gradient_clip_val=1e9)
-    model, recording = fit(tmp_path, max_steps=2, gradient_clip_val=limit)
+    _, recording = fit(tmp_path, max_steps=2, gradient_clip_val=limit)
     assert recording.losses == unclipped.losses and recording.losses[0] != recording.losses[1]
     assert recording.logged[-1]["grad/norm"] == unclipped.logged[-1]["grad/norm"] > 0
     assert recording.logged[-1]["grad/clip_coef"] == 1.0

@@ -225,6 +225,8 @@ def test_stochastic_roundings_draw_anew_each_step_and_by_the_plugins_seed(tmp_pa
 
 def test_cores_read_logits_in_bf16_as_they_are(tmp_path: Path) -> None:
     """The sensor reports what the faulty arithmetic made of the scores, so a rounded logit is a rounded number."""
-    _, recording = fit(tmp_path, [SpectralMonitor(1)], fault("fp32", carry=None, overrides={"s_scaled": 1}), max_steps=2)
+    _, recording = fit(
+        tmp_path, [SpectralMonitor(1)], fault("fp32", carry=None, overrides={"s_scaled": 1}), max_steps=2
+    )
     mantissa, _ = math.frexp(recording.logged[-1]["logit/max"])
     assert mantissa in (0.5, 0.75)

@@ -21,7 +21,7 @@ KILLS = {
     "in the first validation": ("on_validation_batch_start", 1),
     "in a later validation": ("on_validation_batch_start", 4),
     "after a validation": ("on_validation_end", 2),
-    "right after a checkpoint": ("on_train_batch_start", 7),
+    "right after a checkpoint": ("on_before_backward", 7),
     "two steps after a checkpoint": ("on_train_batch_start", 9),
     "at the last step": ("on_train_batch_end", 11),
     "after the last step": ("on_train_end", 1),
@@ -121,7 +121,9 @@ def test_killed_again_and_again(tmp_path: Path, tokens: dict[str, Any], whole: d
 def test_a_process_that_is_killed_from_outside(tmp_path: Path, tokens: dict[str, Any], whole: dict[str, Any]) -> None:
     """The same through ``python -m lightning_qk``, which shares nothing with this process."""
     args = ["fit", *plain(tmp_path, tokens)]
-    process = start([*args, f"--trainer.callbacks+={callback('runs.Kill', hook='on_train_batch_end', call=8)}"], tmp_path)
+    process = start(
+        [*args, f"--trainer.callbacks+={callback('runs.Kill', hook='on_train_batch_end', call=8)}"], tmp_path
+    )
     finish(process, code=-signal.SIGKILL)
     assert not (run_dir(tmp_path) / "verdict.json").exists()
     finish(start([*args, "--ckpt_path", "last"], tmp_path))
@@ -135,6 +137,6 @@ def test_killed_at_every_step(
     tmp_path: Path, tokens: dict[str, Any], whole: dict[str, Any], arm: str, step: int
 ) -> None:
     micro = 2 if arm == "rich" else 1
-    for hook in ("on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"):
+    for hook in ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"):
         call = step if hook == "on_before_optimizer_step" else step * micro
         assert resumed(arm, tmp_path / hook, tokens, [(hook, call)]) == whole[arm], hook

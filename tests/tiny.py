@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def trainer(
         num_sanity_val_steps=0,
         check_val_every_n_epoch=None,
         limit_val_batches=0,
+        log_every_n_steps=1,
         gradient_clip_val=1.0,
         use_distributed_sampler=False,
     )
@@ -139,7 +141,9 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     """Bit for bit, NaN included, and not vacuously."""
     assert left and left.keys() == right.keys()
     for name, value in left.items():
-        torch.testing.assert_close(value, right[name], rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            value, right[name], rtol=0, atol=0, equal_nan=True, msg=partial("{}: {}".format, name)
+        )
 
 
 def fit(
