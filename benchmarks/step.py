@@ -135,9 +135,8 @@ def main() -> None:
             for name, run in variants(model).items():
                 times[name].append(statistics.fmean(run()))  # the mean: a monitor's work falls on every tenth step
         base = statistics.median(times["SDPA, no callbacks"])
-        print(
-            f"\n{model}: batch {BATCH[model]}, bf16 autocast, one thread, {options.rounds} rounds of {STEPS[model]} steps"
-        )
+        setting = f"batch {BATCH[model]}, bf16 autocast, one thread, {options.rounds} x {STEPS[model]} steps"
+        print(f"\n{model}: {setting}")
         for name, seconds in times.items():
             median = statistics.median(seconds)
             print(f"  {name:34s} {median * 1e3:9.1f} ms   {median / base:5.3f} of SDPA under Lightning")

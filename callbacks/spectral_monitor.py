@@ -49,6 +49,11 @@ class SpectralMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for site in attention_sites(pl_module):
             site.core.observed, site.core.keep_qk = True, site.core.keep_qk or self.entropy
+            if self.tied_rows and not hasattr(type(site.core), "tied_rows_H"):
+                raise ValueError(
+                    f"SpectralMonitor: tied_rows=true needs a streaming core, got {type(site.core).__name__}; set it to "
+                    "false, or core: streaming in the plugin."
+                )
         self._clock.start(trainer)
 
     @override
@@ -72,7 +77,8 @@ class SpectralMonitor(Callback):
         weights += [full(site.k_proj.weight.detach()) for site in sites]
         readings["sigma/q"], readings["sigma/k"] = self._top(torch.stack(weights)).s[:, 0].chunk(2)
         self._last = {name: float(values_L.max()) for name, values_L in readings.items()}  # NaN propagates
-        self._peak_logit = max(self._peak_logit, self._last["logit/max"])
+        if not self._last["logit/max"] <= self._peak_logit:  # NaN becomes the peak and stays it
+            self._peak_logit = self._last["logit/max"]
         self._log(trainer, pl_module, readings, sites)
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, readings: dict[str, Tensor], sites: list[Any]) -> None:

@@ -156,3 +156,8 @@ def test_entropy_is_that_of_the_attention_rows(tmp_path: Path, plugin: Any) -> N
     found = read_scalars(tmp_path / "arm" / "seed_0")
     assert list(found["attention/entropy/layer_01"].values) == pytest.approx(kept[1::2], rel=1e-4)
     assert list(found["attention/entropy"].values) == pytest.approx([min(kept[:2]), min(kept[2:])], rel=1e-4)
+
+
+def test_tied_rows_need_a_core_that_counts_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tied_rows=true needs a streaming core, got SDPACore"):
+        fit(tmp_path, [SpectralMonitor(1, tied_rows=True)], fault("fp32", None, core="sdpa"))
