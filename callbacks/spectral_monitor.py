@@ -51,8 +51,8 @@ class SpectralMonitor(Callback):
             site.core.observed, site.core.keep_qk = True, site.core.keep_qk or self.entropy
             if self.tied_rows and not hasattr(type(site.core), "tied_rows_H"):
                 raise ValueError(
-                    f"SpectralMonitor: tied_rows=true needs a streaming core, got {type(site.core).__name__}; set it to "
-                    "false, or core: streaming in the plugin."
+                    f"SpectralMonitor: tied_rows=true needs a streaming core, got {type(site.core).__name__}; set it "
+                    "to false, or core: streaming in the plugin."
                 )
         self._clock.start(trainer)
 
