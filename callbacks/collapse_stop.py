@@ -18,17 +18,16 @@ from lightning_qk.module import logging_is_due
 class CollapseStop(Callback):
     """The sustained-divergence rule of arXiv 2608.02091, and the rule for a loss that is not finite.
 
-    The loss (mean of the last ``window`` optimizer steps, over all ranks) collapses when it exceeds its running
-    minimum by ``excess`` nat and does not come back to within ``margin`` of it. Coming back is waited for
-    ``patience`` steps: after that, or at the end of training, the verdict is *collapsed* with the step at which the
-    excess began. A loss that is not finite is *nonfinite* at once and always ends training.
+    The loss (mean of the last ``window`` optimizer steps, over all ranks) collapses when it exceeds its running minimum
+    by ``excess`` nat and does not come back to within ``margin`` of it; the collapse step is where that excess began. A
+    loss that is not finite is *nonfinite* and always ends training.
 
     Args:
         excess: nats over the running minimum that begin a collapse.
         margin: nats over it that count as recovered.
         window: optimizer steps averaged.
-        patience: steps a divergence must last to be confirmed before the end of training.
-        stop: end training once it is confirmed; otherwise go on and only keep the verdict.
+        stop: end training when a divergence has lasted ``patience`` steps; otherwise go on, and judge at the end.
+        patience: optimizer steps that ``stop`` waits for a recovery.
 
     Raises:
         ValueError: an argument that cannot be.
@@ -48,13 +47,13 @@ class CollapseStop(Callback):
         self._tail: deque[float] = deque(maxlen=50)  # what the verdict calls the final loss
         self._minimum = math.inf
         self._onset: int | None = None
-        self._status = "completed"
+        self._nonfinite = self._ended = False
         self._recovered = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clock.start(trainer)
-        if self._status == "nonfinite" or (self._status == "collapsed" and self.stop):
+        if self._over:
             trainer.should_stop = True  # Lightning does not save its own flag
 
     @override
@@ -72,15 +71,15 @@ class CollapseStop(Callback):
         self.judge(float(value), trainer.global_step)
         if self._recent and logging_is_due(trainer):
             pl_module.log("collapse/excess", max(0.0, self._mean() - self._minimum))
-        if self._status == "nonfinite" or (self._status == "collapsed" and self.stop):
+        if self._over:
             trainer.should_stop = True
 
     def judge(self, loss: float, step: int) -> None:
         """Takes in the loss of one optimizer step. Usable without a Trainer."""
-        if self._status == "nonfinite":
+        if self._nonfinite:
             return
         if not math.isfinite(loss):
-            self._status = "nonfinite"
+            self._nonfinite = self._ended = True
             self._onset = step if self._onset is None else self._onset
             return
         self._recent.append(loss)
@@ -88,19 +87,21 @@ class CollapseStop(Callback):
         mean = self._mean()
         if len(self._recent) == self.window:
             self._minimum = min(self._minimum, mean)
-        if self._status == "collapsed":
-            return
         if self._onset is None and mean > self._minimum + self.excess:
             self._onset = step
         elif self._onset is not None and mean <= self._minimum + self.margin:
             self._onset, self._recovered = None, self._recovered + 1
-        if self._onset is not None and step - self._onset >= self.patience:
-            self._status = "collapsed"
+        if self.stop and self._onset is not None and step - self._onset >= self.patience:
+            self._ended = True
 
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._onset is not None and self._status == "completed":
-            self._status = "collapsed"
+    @property
+    def _over(self) -> bool:
+        return self._nonfinite or (self.stop and self._ended)
+
+    @property
+    def status(self) -> str:
+        """The verdict if training ended here: ``completed``, ``collapsed`` or ``nonfinite``."""
+        return "nonfinite" if self._nonfinite else "completed" if self._onset is None else "collapsed"
 
     def _mean(self) -> float:
         return sum(self._recent) / len(self._recent)
@@ -108,7 +109,7 @@ class CollapseStop(Callback):
     def verdict_fields(self) -> dict[str, Any]:
         """What the run's verdict takes from here."""
         return {
-            "status": self._status,
+            "status": self.status,
             "collapse_step": self._onset,
             "loss": sum(self._tail) / len(self._tail) if self._tail else None,
             "min_loss": self._minimum if math.isfinite(self._minimum) else None,
@@ -122,7 +123,8 @@ class CollapseStop(Callback):
             "tail": list(self._tail),
             "minimum": self._minimum,
             "onset": self._onset,
-            "status": self._status,
+            "nonfinite": self._nonfinite,
+            "ended": self._ended,
             "recovered": self._recovered,
         }
 
@@ -131,4 +133,5 @@ class CollapseStop(Callback):
         self._recent = deque(state_dict["recent"], maxlen=self.window)
         self._tail = deque(state_dict["tail"], maxlen=50)
         self._minimum, self._onset = state_dict["minimum"], state_dict["onset"]
-        self._status, self._recovered = state_dict["status"], state_dict["recovered"]
+        self._nonfinite, self._ended = state_dict["nonfinite"], state_dict["ended"]
+        self._recovered = state_dict["recovered"]

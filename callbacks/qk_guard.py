@@ -141,6 +141,8 @@ class QKGuard(Callback):
     def verdict_fields(self) -> dict[str, Any]:
         """What the run's verdict takes from here."""
         logit = self.history[0]["logit"] if self.history else None
+        if self.mode == "always_on":
+            return {"guard": "always on", "guard_step": None}
         return {"guard": "fired" if self.fired else "dormant", "guard_step": self.fired_step, "guard_logit": logit}
 
     @override

@@ -25,13 +25,21 @@ class RunRecorder(Callback):
         arm: name of the arm.
         seed: the run's seed.
         config_hash: hash of the configuration, to tell whether a finished run is the one that is asked for.
+        resume_hash: hash of what must agree between a checkpoint and the run that goes on from it.
         refresh_s: seconds between two writes of ``progress.json``.
     """
 
     def __init__(
-        self, experiment: str = "run", arm: str = "base", seed: int = 0, config_hash: str = "", refresh_s: float = 1.0
+        self,
+        experiment: str = "run",
+        arm: str = "base",
+        seed: int = 0,
+        config_hash: str = "",
+        resume_hash: str = "",
+        refresh_s: float = 1.0,
     ) -> None:
-        self.experiment, self.arm, self.seed, self.config_hash = experiment, arm, seed, config_hash
+        self.experiment, self.arm, self.seed = experiment, arm, seed
+        self.config_hash, self.resume_hash = config_hash, resume_hash
         self.refresh_s = refresh_s
         self._seconds = 0.0
         self._started = self._written = time.monotonic()
@@ -99,11 +107,18 @@ class RunRecorder(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"seconds": self._seconds + time.monotonic() - self._started, "val_loss": self._val_loss}
+        seconds = self._seconds + time.monotonic() - self._started
+        return {"seconds": seconds, "val_loss": self._val_loss, "resume_hash": self.resume_hash}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._seconds, self._val_loss = state_dict["seconds"], state_dict["val_loss"]
+        if state_dict["resume_hash"] != self.resume_hash:
+            raise ValueError(
+                f"The checkpoint was trained with another configuration (hash {state_dict['resume_hash']}, now "
+                f"{self.resume_hash}); only trainer.max_steps may change. Use the run's own config.yaml, or start a "
+                "new run without --ckpt_path."
+            )
 
     def _fields(self, trainer: Trainer) -> dict[str, Any]:
         fields: dict[str, Any] = {}

@@ -108,8 +108,9 @@ class SpectralMonitor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"last": dict(self._last), "peak_logit": self._peak_logit}
+        return {"last": dict(self._last), "peak_logit": self._peak_logit, "trial_NnB": self._top.trial_NnB}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._last, self._peak_logit = dict(state_dict["last"]), state_dict["peak_logit"]
+        self._top.trial_NnB = state_dict["trial_NnB"]

@@ -18,9 +18,7 @@ from kernels.sites import SITE_NAMES, RoundingSites
 
 LOG2_E = math.log2(math.e)
 
-# Sites that share a stream of random numbers: the backward pass must recompute the very scores the forward pass drew.
 _STREAM = {name: index for index, name in enumerate(SITE_NAMES)}
-_STREAM["s_bwd"] = _STREAM["s"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,15 +89,16 @@ class _Tile:
     def __init__(self, plan: Plan, rows: slice, columns: slice) -> None:
         self.plan, self.rows, self.columns = plan, rows, columns
 
-    def __call__(self, site: str, x: Tensor) -> Tensor:
+    def __call__(self, site: str, x: Tensor, stream: str | None = None) -> Tensor:
         rounding: Rounding = getattr(self.plan.sites, site)
-        seed = self.plan.site_seed(site, self.rows, self.columns) if rounding.mode == "sr" else 0
+        seed = self.plan.site_seed(stream or site, self.rows, self.columns) if rounding.mode == "sr" else 0
         return rounding(x, seed)
 
     def scores(self, q_i: Tensor, k_j: Tensor, site: str, scaled_site: str) -> Tensor:
         """Scaled, masked scores of the tile, [N, rows, columns]."""
         raw = product(q_i, k_j.transpose(1, 2), getattr(self.plan.sites, site))
-        s = self(scaled_site, self(site, raw) * self.plan.scale)
+        # the streams of the forward pass: the backward pass must recompute the very scores that were drawn there
+        s = self(scaled_site, self(site, raw, stream="s") * self.plan.scale, stream="s_scaled")
         mask = self.plan.mask(self.rows, self.columns, s.device)
         return s if mask is None else s.masked_fill(mask, -torch.inf)
 

@@ -171,7 +171,7 @@ class RoundingSites:
 SITE_NAMES = tuple(field.name for field in dataclasses.fields(RoundingSites) if field.type == "Rounding")
 
 # What is carried from tile to tile or saved for the backward pass, and the scores both are made of.
-CARRY_SITES = ("s", "s_bwd", "l_carry", "o_carry", "lse", "delta", "dq")
+CARRY_SITES = ("s", "s_scaled", "s_bwd", "l_carry", "o_carry", "lse", "delta", "dq")
 
 _OPERANDS: dict[str, Any] = dict(p_pv=_BF16, ds=_BF16, o_out=_BF16)
 _SCORES: dict[str, Any] = dict(s=_BF16, s_scaled=_BF16, s_bwd=_BF16)

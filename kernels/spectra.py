@@ -43,6 +43,9 @@ class TopSingular:
             vectors and usually does.
         max_iterations: most rounds a call.
 
+    Attributes:
+        trial_NnB: the trial vectors carried to the next call, None before the first; save and restore them to resume.
+
     Raises:
         ValueError: ``k`` or ``block`` cannot be.
     """
@@ -60,7 +63,7 @@ class TopSingular:
             raise ValueError(f"TopSingular: k={k} must be from 1 to block={block}.")
         self.k, self.block, self.iterations = k, block, iterations
         self.exact_below, self.tolerance, self.max_iterations = exact_below, tolerance, max_iterations
-        self._v_NnB: Tensor | None = None
+        self.trial_NnB: Tensor | None = None
 
     @torch.no_grad()
     def __call__(self, w_Nmn: Tensor) -> SingularTriplets:
@@ -87,7 +90,7 @@ class TopSingular:
         return SingularTriplets(s, u, v, residual)
 
     def _iterate(self, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        v = self._v_NnB
+        v = self.trial_NnB
         fresh = v is None or v.shape != (w.shape[0], w.shape[2], self.block) or v.device != w.device
         if fresh:
             generator = torch.Generator().manual_seed(0)
@@ -104,5 +107,5 @@ class TopSingular:
             gap = (w.transpose(1, 2) @ left[..., :1] - rotated[..., :1] * s[:, None, :1]).norm(dim=1)[:, 0]
             if done >= self.max_iterations or bool((gap <= self.tolerance * s[:, 0]).all()):
                 break
-        self._v_NnB = rotated
+        self.trial_NnB = rotated
         return left[..., : self.k], s[..., : self.k], rotated[..., : self.k]

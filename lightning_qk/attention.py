@@ -91,7 +91,8 @@ def _causal_scores(q_BHTD: Tensor, k_BHTD: Tensor) -> Iterator[Tensor]:
     T, D = q_BHTD.shape[-2:]
     for start in range(0, T, _QUERY_BLOCK):
         stop = min(start + _QUERY_BLOCK, T)
-        scores = (q_BHTD[:, :, start:stop] @ k_BHTD[:, :, :stop].transpose(-1, -2)).float() / math.sqrt(D)
+        q, k = q_BHTD[:, :, start:stop].float(), k_BHTD[:, :, :stop].float()
+        scores = q @ k.transpose(-1, -2) / math.sqrt(D)
         row = torch.arange(start, stop, device=q_BHTD.device)
         future = torch.arange(stop, device=q_BHTD.device) > row[:, None]
         yield scores.masked_fill(future, -torch.inf)
@@ -107,7 +108,7 @@ def max_causal_logit(q_BHTD: Tensor, k_BHTD: Tensor) -> Tensor:
 def attention_entropy(q_BHTD: Tensor, k_BHTD: Tensor) -> Tensor:
     """Mean over batch and queries of ``-sum p log p`` per head, float32 [H], in nats."""
     total = torch.zeros(q_BHTD.shape[1], device=q_BHTD.device)
-    for scores in _causal_scores(q_BHTD.float(), k_BHTD.float()):
+    for scores in _causal_scores(q_BHTD, k_BHTD):
         total += torch.special.entr(scores.softmax(-1)).sum((0, 2, 3))
     return total / (q_BHTD.shape[0] * q_BHTD.shape[2])
 

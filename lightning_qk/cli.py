@@ -29,7 +29,7 @@ from typing_extensions import override
 
 import callbacks  # noqa: F401  (short class names in YAML resolve to imported classes)
 import lightning_qk.precision  # noqa: F401
-from callbacks import RandomState, ResumedValidation, RunRecorder
+from callbacks import CollapseStop, RandomState, ResumedValidation, RunRecorder
 from lightning_qk.data import TokenData
 from lightning_qk.module import GPTModule
 from lightning_qk.verdict import read_verdict
@@ -67,10 +67,12 @@ class ResolvedRun:
     Attributes:
         config_hash: hash of all that decides the run's numbers.
         run_dir: its directory.
+        uses_gpu: whether it may run on a GPU: the accelerator is not the CPU and there is a GPU.
     """
 
     config_hash: str
     run_dir: Path
+    uses_gpu: bool
 
 
 class RunFinished(Exception):
@@ -98,27 +100,42 @@ class QKCLI(LightningCLI):
         run, seed = options.run, options.seed_everything
         if isinstance(seed, bool) or seed is None:
             raise ValueError(f"seed_everything={seed}: give a number, the run's directory and its data depend on it.")
-        return ResolvedRun(config_hash(options), Path(run.root) / run.experiment / run.arm / f"seed_{seed}")
+        run_dir = Path(run.root) / run.experiment / run.arm / f"seed_{seed}"
+        return ResolvedRun(
+            config_hash(options), run_dir, options.trainer.accelerator != "cpu" and torch.cuda.is_available()
+        )
 
     @override
     def before_instantiate_classes(self) -> None:
         self.resolved = self.resolve()
         if self.subcommand == "fit":
+            self._refuse_endless()
             self._prepare_directory()
             return
         self.save_config_callback = None  # config.yaml in a run's directory is that of its training
-        if self.subcommand and self._options.get("ckpt_path") == "last":
+        if self.subcommand and self._options.get("ckpt_path") in (None, "last"):
             self._options.ckpt_path = _last_checkpoint(self.resolved.run_dir)
             if self._options.ckpt_path is None:
-                raise FileNotFoundError(f"--ckpt_path last: {self.resolved.run_dir} has no checkpoint.")
+                raise FileNotFoundError(
+                    f"{self.subcommand}: {self.resolved.run_dir} has no checkpoint; name the run by run.* and "
+                    "--seed_everything, or a file by --ckpt_path."
+                )
+
+    def _refuse_endless(self) -> None:
+        trainer = self._options.trainer
+        if trainer.max_steps == -1 and trainer.max_epochs in (None, -1) and trainer.max_time is None:
+            raise ValueError(
+                "trainer.max_steps is not set: training would never end. Add a size file, such as "
+                "-c configs/proxy.yaml, or --trainer.max_steps."
+            )
 
     def _prepare_directory(self) -> None:
         options, run_dir = self._options, self.resolved.run_dir
-        if (
-            getattr(rank_zero_only, "rank", 0) != 0
-        ):  # rank zero judges; the others only need to find the same checkpoint
+        if getattr(rank_zero_only, "rank", 0) != 0:  # rank zero judges; the others must only find the same checkpoint
             if options.ckpt_path == "last":
-                options.ckpt_path = None if options.run.overwrite else _last_checkpoint(run_dir)
+                options.ckpt_path = (
+                    None if options.run.overwrite else _last_checkpoint(run_dir, options.trainer.max_steps)
+                )
             return
         if options.run.overwrite and run_dir.exists():
             shutil.rmtree(run_dir)
@@ -139,7 +156,10 @@ class QKCLI(LightningCLI):
         ):
             raise RunFinished(f"{run_dir} is finished ({verdict['status']} at step {verdict['step']}): nothing to do.")
         if options.ckpt_path == "last":
-            options.ckpt_path = _last_checkpoint(run_dir)
+            finished = verdict is not None and verdict["status"] in DONE
+            options.ckpt_path = _last_checkpoint(run_dir, -1 if finished else options.trainer.max_steps)
+            if finished and options.ckpt_path is None:
+                raise FileNotFoundError(f"--ckpt_path last: {run_dir} is finished and has no checkpoint to go on from.")
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -149,16 +169,22 @@ class QKCLI(LightningCLI):
             kwargs.setdefault("logger", self._logger() if self.subcommand == "fit" else False)
         if self.subcommand == "fit":
             recorder = RunRecorder(
-                options.run.experiment, options.run.arm, options.seed_everything, self.resolved.config_hash
+                options.run.experiment,
+                options.run.arm,
+                options.seed_everything,
+                self.resolved.config_hash,
+                _resume_hash(options),
             )
             self.trainer_defaults["callbacks"] = [RandomState(), ResumedValidation(), recorder]
+            if not any(str(one.get("class_path")).endswith("CollapseStop") for one in options.trainer.callbacks or []):
+                self.trainer_defaults["callbacks"].append(CollapseStop())  # every run gets a judge
         return super().instantiate_trainer(**kwargs)
 
     def _logger(self) -> TensorBoardLogger:
         options, run_dir = self._options, self.resolved.run_dir
         purge_step = None
         if options.ckpt_path is not None:
-            purge_step = torch.load(options.ckpt_path, map_location="cpu", mmap=True, weights_only=True)["global_step"]
+            purge_step = _global_step(options.ckpt_path)
         elif any(run_dir.glob("events.out.tfevents.*")):
             purge_step = 0  # killed before its first checkpoint: starts over
         return TensorBoardLogger(
@@ -167,24 +193,52 @@ class QKCLI(LightningCLI):
         )  # fmt: skip
 
 
-def _last_checkpoint(run_dir: Path) -> str | None:
+def _last_checkpoint(run_dir: Path, max_steps: int = -1) -> str | None:
     """The newest ``last*.ckpt`` that is whole, else the newest other one: a kill can leave a part of a file.
 
     (Lightning writes to the temporary directory and moves, which is a copy if that is another file system.)
+
+    Args:
+        run_dir: the run's directory.
+        max_steps: where the run that is to go on ends; a checkpoint of that very step is passed over, for Lightning
+            would end at once and what follows the last step, such as its validation, would be lost. -1 takes any.
     """
     newest_first = sorted((run_dir / "checkpoints").glob("*.ckpt"), key=lambda path: -path.stat().st_mtime_ns)
     last_first = sorted(newest_first, key=lambda path: not path.name.startswith("last"))
-    return next((str(path) for path in last_first if zipfile.is_zipfile(path)), None)
+    whole = (path for path in last_first if zipfile.is_zipfile(path))
+    return next((str(path) for path in whole if max_steps < 0 or _global_step(path) < max_steps), None)
+
+
+def _global_step(checkpoint: Path | str) -> int:
+    return torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)["global_step"]
 
 
 def config_hash(options: Namespace) -> str:
     """sha256 (16 hex digits) of a parsed configuration, less what does not change a run's numbers."""
+    return _digest(_deciding(options))
+
+
+def _resume_hash(options: Namespace) -> str:
+    """Of what must agree between a checkpoint and the run that goes on: all but its length and foreign callbacks."""
+    plain = _deciding(options)
+    for key in ("max_steps", "max_epochs", "max_time"):
+        plain["trainer"].pop(key, None)
+    ours = [one for one in plain["trainer"]["callbacks"] or [] if one["class_path"].startswith("callbacks.")]
+    plain["trainer"]["callbacks"] = ours
+    return _digest(plain)
+
+
+def _deciding(options: Namespace) -> dict[str, Any]:
     plain = yaml.safe_load(yaml.safe_dump(_plain(options.as_dict())))
     for key in ("config", "ckpt_path", "weights_only", "verbose"):
         plain.pop(key, None)
     for key in ("root", "overwrite"):
         plain["run"].pop(key, None)
     plain["trainer"].pop("enable_progress_bar", None)
+    return plain
+
+
+def _digest(plain: dict[str, Any]) -> str:
     return hashlib.sha256(yaml.safe_dump(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -50,6 +50,9 @@ class Resolved(Protocol):
     @property
     def run_dir(self) -> Path: ...
 
+    @property
+    def uses_gpu(self) -> bool: ...
+
 
 @dataclass
 class Child:
@@ -108,8 +111,9 @@ class Sweep:
             raise SweepError(f"jobs: {jobs} must be at least 1")
         self.experiment, self.directory = experiment, root / experiment.name
         self.runs = [run for run in experiment.runs(root) if only is None or run.arm in only]
-        self.gpus = _gpus()
-        self.jobs = jobs if jobs is not None else len(self.gpus) or _cores()
+        self.gpus: list[str] = []  # known when the configurations are: a run on the CPU needs no GPU's turn
+        self.jobs = jobs or _cores()
+        self._jobs_given = jobs is not None
         self.resolve, self.launcher, self.display = resolve, launcher, display or Display(sys.stdout)
         self.interrupts = 0
 
@@ -118,7 +122,11 @@ class Sweep:
         found = {}
         for run in self.runs:
             try:
-                found[run.name] = self.resolve(list(run.fit_args)).config_hash
+                resolved = self.resolve(list(run.fit_args))
+                found[run.name] = resolved.config_hash
+                if resolved.uses_gpu and not self.gpus:
+                    self.gpus = _gpus()
+                    self.jobs = self.jobs if self._jobs_given else len(self.gpus)
             except (ValueError, TypeError, OSError) as error:
                 files = ", ".join(str(file) for file in self.experiment.arms[run.arm])
                 raise SweepError(f"arm {run.arm} ({files}), seed {run.seed}: {error}") from error

@@ -54,22 +54,21 @@ def test_a_second_spike_is_judged_anew() -> None:
 
 def test_excess_at_the_end_counts_without_waiting() -> None:
     losses = [2.0, 2.0, 2.0, 4.0, 4.0]
-    before = judged(losses, ended=False).verdict_fields()
-    assert (before["status"], before["collapse_step"]) == ("completed", 4)
     assert verdict(losses) == ("collapsed", 4, 0)
 
 
 @pytest.mark.parametrize(("patience", "confirmed"), [(0, 2), (3, 5), (7, 9)])
-def test_patience_is_the_steps_until_it_is_confirmed(patience: int, confirmed: int) -> None:
+def test_patience_is_the_steps_until_training_is_ended(patience: int, confirmed: int) -> None:
     losses = [2.0, *[4.0] * 20]
-    for n, status in ((confirmed - 1, "completed"), (confirmed, "collapsed")):
-        assert judged(losses[:n], ended=False, patience=patience).verdict_fields()["status"] == status
+    for n, ended in ((confirmed - 1, False), (confirmed, True)):
+        assert judged(losses[:n], patience=patience).state_dict()["ended"] is ended
+        assert judged(losses[:n], patience=patience, stop=False).state_dict()["ended"] is False
 
 
-def test_a_confirmed_collapse_stays_whatever_follows() -> None:
-    stop = judged([2, *[4] * 6, *[1] * 9])
-    fields = stop.verdict_fields()
-    assert (fields["status"], fields["collapse_step"], fields["min_loss"]) == ("collapsed", 2, 1)
+def test_a_run_that_goes_on_is_judged_at_its_end() -> None:
+    fields = judged([2, *[4] * 60, *[1] * 9], stop=False).verdict_fields()
+    assert (fields["status"], fields["collapse_step"], fields["recovered_spikes"]) == ("completed", None, 1)
+    assert judged([2, *[4] * 60], stop=False).verdict_fields()["collapse_step"] == 2
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -100,7 +99,6 @@ def test_state_round_trip_anywhere_changes_no_verdict(cut: int) -> None:
     second.load_state_dict(first.state_dict())
     for step, loss in enumerate(losses[cut:], start=cut + 1):
         second.judge(loss, step)
-    second.on_train_end(None, None)  # type: ignore[arg-type]
     assert second.verdict_fields() == whole.verdict_fields()
     assert second.state_dict() == whole.state_dict()
 

@@ -100,7 +100,8 @@ def test_it_fires_after_the_first_step_over_the_threshold_and_acts_from_the_next
     assert seen.on == [[False, False]] * step + [[True, True]] * (STEPS - step)
     assert guarded.losses[:step] == plain.losses[:step]
     assert guarded.losses[step] != plain.losses[step]
-    assert max(map(max, seen.logits[step:])) <= math.sqrt(8) * 1.01
+    # sqrt(8) = 2.83 is the bound on exact logits; the fault rounds them to 2 mantissa bits, 2.5 or 3
+    assert max(map(max, seen.logits[step:])) <= 3.0
     assert guard.history == [{"step": step, "layers": [0, 1], "logit": pytest.approx(max(watch.logits[step - 1]))}]
     logit = guard.history[0]["logit"]
     assert guard.verdict_fields() == {"guard": "fired", "guard_step": step, "guard_logit": logit}
@@ -167,7 +168,7 @@ def test_always_on_is_qk_norm_from_the_first_step(tmp_path: Path) -> None:
     assert watch.on == [[True, True]] * 4
     assert recording.losses == plain.losses
     assert_same(weights(twin), weights(expected))
-    assert guard.verdict_fields() == {"guard": "fired", "guard_step": 0, "guard_logit": None}
+    assert guard.verdict_fields() == {"guard": "always on", "guard_step": None}
     assert {row["guard/fired"] for row in recording.logged} == {1.0}
 
 

@@ -36,7 +36,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.parent.mkdir()
     path.write_text(YAML)
     cli = types.ModuleType("lightning_qk.cli")
-    cli.resolve_run = lambda args: types.SimpleNamespace(config_hash="hash")  # type: ignore[attr-defined]
+    cli.resolve_run = lambda args: types.SimpleNamespace(config_hash="hash", uses_gpu=False)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "lightning_qk.cli", cli)
     monkeypatch.chdir(tmp_path)
     return path

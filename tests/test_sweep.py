@@ -82,6 +82,7 @@ FAKE_FIT = textwrap.dedent(
 class Resolved:
     config_hash: str = "hash"
     run_dir: Path = Path()
+    uses_gpu: bool = False
 
 
 @dataclass
@@ -161,9 +162,10 @@ def test_environment_of_a_run(lab: Lab, gpus: list[str], monkeypatch: pytest.Mon
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     lab.how["fp32/seed_0"] = "env"
-    sweep = lab.sweep(experiment=lab.experiment((0,)), only=["fp32"])
-    assert sweep.jobs == (2 if gpus else sweep_module._cores())
+    resolve = lambda args: Resolved(uses_gpu=bool(gpus))  # noqa: E731
+    sweep = lab.sweep(resolve=resolve, experiment=lab.experiment((0,)), only=["fp32"])
     assert sweep.run() == 0
+    assert sweep.jobs == (2 if gpus else sweep_module._cores())
     env = json.loads(lab.path("board/fp32-seed_0.env").read_text())
     assert env["CUDA_VISIBLE_DEVICES"] == ("2" if gpus else None)
     assert env["OMP_NUM_THREADS"] == env["LIGHTNING_QK_THREADS"] == (None if gpus else "1")

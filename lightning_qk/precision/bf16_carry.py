@@ -66,6 +66,8 @@ class BF16CarryAttention(FaultPrecision):
             raise ValueError(
                 "BF16CarryAttention: core='sdpa' cannot round inside attention; set sites: fp32 and no carry."
             )
+        if core == "sdpa" and (layers is not None or heads is not None):
+            raise ValueError("BF16CarryAttention: core='sdpa' carries no fault, so layers and heads have no meaning.")
         self.tile = (tile if q_tile is None else q_tile, tile)
         self.layers, self.heads, self.core, self.backend = layers, heads, core, backend
 
