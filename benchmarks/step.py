@@ -1,6 +1,6 @@
 """One training step of the proxy and of gpt2-small, as ratios measured in the same run.
 
-    python benchmarks/step.py                # both models, about 6 minutes on one core
+    python benchmarks/step.py                # both models, about 10 minutes on one core
     python benchmarks/step.py --models proxy
 
 Variants take turns, round after round, so that a slow minute of the machine hits all of them. Times are CPU seconds of
@@ -32,7 +32,8 @@ from lightning_qk import GPTModule
 from lightning_qk.precision import BF16CarryAttention, FaultPrecision
 
 BATCH = {"proxy": 16, "gpt2-small": 1}
-STEPS = {"proxy": 60, "gpt2-small": 3}
+STEPS = {"proxy": 60, "gpt2-small": 10}  # tens: the monitor reads and the logger writes at every tenth step
+ROUNDS = {"proxy": 5, "gpt2-small": 1}
 TILE = {"proxy": 64, "gpt2-small": 128}
 
 
@@ -125,17 +126,18 @@ def main() -> None:
     """Runs the rounds and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["proxy", "gpt2-small"], choices=list(BATCH))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, help="default: 5 for the proxy, 1 for gpt2-small")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, lightning {lightning.__version__}, {platform.processor() or platform.machine()}")
     for model in options.models:
         times: dict[str, list[float]] = {name: [] for name in variants(model)}
-        for _ in range(options.rounds):
+        rounds = options.rounds or ROUNDS[model]
+        for _ in range(rounds):
             for name, run in variants(model).items():
                 times[name].append(statistics.fmean(run()))  # the mean: a monitor's work falls on every tenth step
         base = statistics.median(times["SDPA, no callbacks"])
-        setting = f"batch {BATCH[model]}, bf16 autocast, one thread, {options.rounds} x {STEPS[model]} steps"
+        setting = f"batch {BATCH[model]}, bf16 autocast, one thread, {rounds} x {STEPS[model]} steps"
         print(f"\n{model}: {setting}")
         for name, seconds in times.items():
             median = statistics.median(seconds)

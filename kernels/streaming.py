@@ -167,7 +167,7 @@ def streaming_attention(
         scale: factor on the logits; None is 1/sqrt(D).
         seed: seed of the sites whose mode is ``sr``; change it every step.
         backend: ``reference`` (readable; any device), ``cpu`` (fast) or ``auto``: ``cpu`` for CPU tensors, else
-            ``reference``. Both give the same bits.
+            ``reference``. Both give the same bits; stochastic sites and float64 run on the reference in either.
 
     Returns:
         A :class:`StreamingOutput`; only ``out`` is differentiable.
