@@ -160,6 +160,8 @@ class QKCLI(LightningCLI):
             options.ckpt_path = _last_checkpoint(run_dir, -1 if finished else options.trainer.max_steps)
             if finished and options.ckpt_path is None:
                 raise FileNotFoundError(f"--ckpt_path last: {run_dir} is finished and has no checkpoint to go on from.")
+            if options.ckpt_path is None:
+                print(f"--ckpt_path last: {run_dir} has no checkpoint to go on from; starting at step 0.")
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
