@@ -13,15 +13,13 @@ Nothing is compiled. Stochastic sites and float64 run on the reference itself.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.reference import LOG2_E, Plan, as_operand, product
+from kernels.reference import LOG2_E, Plan, as_operand, finite_or_zero, product, raised
 from kernels.rounding import MANTISSA_FP32, Rounding
 from kernels.sites import SITE_NAMES
 
@@ -37,18 +35,20 @@ class _Mask:
         return s.tril_(self.diagonal).add_(self.bias)
 
 
-def _rows(plan: Plan, q_length: int, k_length: int) -> Iterator[tuple[int, slice, list[tuple[int, _Mask | None]]]]:
-    """Every query tile: its index, its rows, and the index and mask of every key tile it sees."""
-    masks: dict[tuple[int, int, int], _Mask | None] = {}
-    for rows, tiles in itertools.groupby(plan.tiles(q_length, k_length), key=lambda tile: tile[0]):
-        seen = []
-        for _, columns in tiles:
-            key = rows.stop - rows.start, columns.stop - columns.start, rows.start - columns.start
-            if key not in masks:
-                hidden = plan.mask(rows, columns, torch.device("cpu"))
-                masks[key] = None if hidden is None else _Mask(hidden, diagonal=key[2])
-            seen.append((columns.start // plan.k_tile, masks[key]))
-        yield rows.start // plan.q_tile, rows, seen
+class _Masks:
+    """The masks of a plan's tiles; tiles of one shape on the same diagonal share one."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.made = plan, dict[tuple[int, int, int], _Mask | None]()
+
+    def __getitem__(self, tile: tuple[slice, slice]) -> _Mask | None:
+        rows, columns = tile
+        diagonal = rows.start + self.plan.offset - columns.start
+        key = rows.stop - rows.start, columns.stop - columns.start, diagonal
+        if key not in self.made:
+            hidden = self.plan.mask(rows, columns, torch.device("cpu"))
+            self.made[key] = None if hidden is None else _Mask(hidden, diagonal)
+        return self.made[key]
 
 
 def _split(x: Tensor, tile: int) -> list[Tensor]:
@@ -124,20 +124,28 @@ def forward(q_NTD: Tensor, k_NSD: Tensor, v_NSD: Tensor, plan: Plan) -> tuple[Te
         return reference.forward(q_NTD, k_NSD, v_NSD, plan)
     N, T, _ = q_NTD.shape
     q_NTD, scale = _scaled(q_NTD, plan)
-    q, k, v = _split(q_NTD, plan.q_tile), _split(k_NSD, plan.k_tile), _split(v_NSD, plan.k_tile)
+    k, v, masks = _split(k_NSD, plan.k_tile), _split(v_NSD, plan.k_tile), _Masks(plan)
     o_dtype = _sum_dtype(v_NSD.dtype, sites.p_pv, sites.pv, sites.o_rescaled, sites.o_carry)
     out, lse = torch.empty(q_NTD.shape, dtype=q_NTD.dtype), torch.empty(N, T, 1)
-    max_logit, tied_rows = torch.full((N,), -torch.inf), torch.zeros(N, dtype=torch.int32)
-    for i, rows, seen in _rows(plan, T, k_NSD.shape[1]):
-        o = torch.zeros(q[i].shape, dtype=o_dtype)
-        m = torch.full((N, q[i].shape[1], 1), -torch.inf)
-        length, ties = torch.zeros_like(m), torch.zeros_like(m)
-        for j, mask in seen:
-            s = _scores(q[i], k[j], mask, scale, sites.s, sites.s_scaled)
-            m_new = _round_(torch.maximum(m, s.amax(-1, keepdim=True)), sites.m_carry)
-            alpha = _round_((m - m_new).mul_(LOG2_E).exp2_(), sites.alpha)
-            tied = torch.eq(s, m_new, out=torch.empty_like(s)).sum(-1, keepdim=True)  # exact below 2^24 keys
-            p = _round_(s.sub_(m_new), sites.s_minus_m).mul_(LOG2_E).exp2_()
+    peak, ties = torch.full((N, T, 1), -torch.inf), torch.zeros(N, T, 1)
+    for rows in plan.query_tiles():
+        q_i = q_NTD[:, rows].contiguous()
+        o = torch.zeros(q_i.shape, dtype=o_dtype)
+        m = torch.full((N, q_i.shape[1], 1), -torch.inf)
+        length, top, count = torch.zeros_like(m), m, torch.zeros_like(m)
+        for columns in plan.key_tiles(rows):
+            j = columns.start // plan.k_tile
+            s = _scores(q_i, k[j], masks[rows, columns], scale, sites.s, sites.s_scaled)
+            h = s.amax(-1, keepdim=True)
+            top_new = torch.maximum(top, h)
+            tied = torch.eq(s, top_new, out=torch.empty_like(s)).sum(-1, keepdim=True)  # exact below 2^24 keys
+            count = torch.where(top_new > top, tied, count + tied)
+            if sites.sfa_beta is not None:
+                h = raised(h, (s >= h - sites.sfa_tolerance).sum(-1, keepdim=True) > 1, sites.sfa_beta)
+            m_new = _round_(torch.maximum(m, h), sites.m_carry)
+            shift = finite_or_zero(m_new)
+            alpha = _round_((m - shift).mul_(LOG2_E).exp2_(), sites.alpha)
+            p = _round_(s.sub_(shift), sites.s_minus_m).mul_(LOG2_E).exp2_()
             row_sum = p.sum(-1, keepdim=True) if not sites.sum_rounded_p else None
             p = _operand(p, sites.p_pv)
             row_sum = p.float().sum(-1, keepdim=True) if row_sum is None else row_sum
@@ -145,13 +153,47 @@ def forward(q_NTD: Tensor, k_NSD: Tensor, v_NSD: Tensor, plan: Plan) -> tuple[Te
             o = o.float().mul_(alpha)
             o = o.to(o_dtype) if o_dtype is torch.bfloat16 else _round_(o, sites.o_rescaled)
             _add_(o, p, v[j], 1.0, sites.pv, sites.o_carry)
-            ties = torch.where(m_new > m, tied, ties + tied)
-            m = m_new
-        out[:, rows] = _round_(_round_(o / length, sites.o_div), sites.o_out)
+            m, top = m_new, top_new
+        quotient = o * length.reciprocal() if sites.reciprocal else o / length
+        out[:, rows] = _round_(_round_(quotient, sites.o_div), sites.o_out)
         lse[:, rows] = _round_(length.log_().add_(m), sites.lse)
-        max_logit = torch.maximum(max_logit, m.amax((1, 2)))
-        tied_rows += (ties > 1).sum((1, 2), dtype=torch.int32)
-    return out, lse.squeeze(-1), max_logit, tied_rows
+        peak[:, rows], ties[:, rows] = top, count
+    blind = slice(0, plan.blind_rows)
+    out[:, blind], lse[:, blind], ties[:, blind] = 0.0, -torch.inf, 0.0
+    return out, lse.squeeze(-1), peak.amax((1, 2)), (ties > 1).sum((1, 2), dtype=torch.int32)
+
+
+class _Tiles:
+    """The tiles of the backward pass: P and dP of one, recomputed from the saved log-sum-exp."""
+
+    def __init__(self, q_NTD: Tensor, scale: float, k: list[Tensor], v: list[Tensor], plan: Plan) -> None:
+        self.q_NTD, self.scale, self.k, self.v, self.plan, self.masks = q_NTD, scale, k, v, plan, _Masks(plan)
+
+    def p(self, q_i: Tensor, lse_i: Tensor, rows: slice, columns: slice) -> Tensor:
+        mask, sites = self.masks[rows, columns], self.plan.sites
+        s = _scores(q_i, self.k[columns.start // self.plan.k_tile], mask, self.scale, sites.s_bwd, sites.s_bwd)
+        return s.sub_(lse_i).mul_(LOG2_E).exp2_()
+
+    def dp(self, dout_i: Tensor, columns: slice) -> Tensor:
+        v_j = self.v[columns.start // self.plan.k_tile]
+        return _rounded_product(dout_i, v_j.transpose(1, 2), self.plan.sites.dp)
+
+    def delta(self, q_i: Tensor, dout_i: Tensor, out_i: Tensor, lse_i: Tensor, rows: slice) -> Tensor:
+        """As ``reference._delta``."""
+        sites, tiles = self.plan.sites, self.plan.key_tiles(rows)
+        if sites.delta_from == "p_dp":
+            delta = torch.zeros_like(lse_i)
+            for columns in tiles:
+                product_ij = self.p(q_i, lse_i, rows, columns).mul_(self.dp(dout_i, columns))
+                delta += _round_(product_ij, sites.delta_product).sum(-1, keepdim=True)
+            return _round_(delta, sites.delta)
+        out = out_i.float()
+        if sites.delta_from == "out_fp32":
+            out = torch.zeros_like(out)
+            for columns in tiles:
+                v_j = self.v[columns.start // self.plan.k_tile]
+                out += torch.bmm(self.p(q_i, lse_i, rows, columns), v_j.float())
+        return _round_(_round_(dout_i.float() * out, sites.delta_product).sum(-1, keepdim=True), sites.delta)
 
 
 def backward(
@@ -162,24 +204,25 @@ def backward(
     if sites.is_stochastic or q_NTD.dtype is torch.float64:
         return reference.backward(dout_NTD, q_NTD, k_NSD, v_NSD, out_NTD, lse_NT, plan)
     q_NTD, scale = _scaled(q_NTD, plan)
-    q, dout, out = (_split(x, plan.q_tile) for x in (q_NTD, dout_NTD, out_NTD))
-    k, v = _split(k_NSD, plan.k_tile), _split(v_NSD, plan.k_tile)
+    tiles = _Tiles(q_NTD, scale, _split(k_NSD, plan.k_tile), _split(v_NSD, plan.k_tile), plan)
     inputs = q_NTD.dtype if scale == 1.0 else torch.float32  # a scale of its own makes chunks round twice
     dq = torch.empty(q_NTD.shape, dtype=q_NTD.dtype)
     dq_dtype = _sum_dtype(inputs, sites.ds, sites.dq_chunk, sites.dq)
     dk_dtype = _sum_dtype(inputs, sites.ds, sites.dk_chunk, sites.dk)
     dv_dtype = _sum_dtype(inputs, sites.p_pv, sites.dv_chunk, sites.dv)
-    dk, dv = ([torch.zeros(x.shape, dtype=dtype) for x in k] for dtype in (dk_dtype, dv_dtype))
-    for i, rows, seen in _rows(plan, q_NTD.shape[1], k_NSD.shape[1]):
-        delta = _round_(dout[i].float() * out[i].float(), sites.delta_product).sum(-1, keepdim=True)
-        delta, lse = _round_(delta, sites.delta), lse_NT[:, rows].unsqueeze(-1)
-        dq_i = torch.zeros(q[i].shape, dtype=dq_dtype)
-        for j, mask in seen:
-            p = _scores(q[i], k[j], mask, scale, sites.s_bwd, sites.s_bwd).sub_(lse).mul_(LOG2_E).exp2_()
-            ds = _rounded_product(dout[i], v[j].transpose(1, 2), sites.dp).sub_(delta).mul_(p)
+    dk, dv = ([torch.zeros(x.shape, dtype=dtype) for x in tiles.k] for dtype in (dk_dtype, dv_dtype))
+    for rows in plan.query_tiles():
+        q_i, dout_i = q_NTD[:, rows].contiguous(), dout_NTD[:, rows].contiguous()
+        lse_i = finite_or_zero(lse_NT[:, rows, None])
+        delta = tiles.delta(q_i, dout_i, out_NTD[:, rows], lse_i, rows)
+        dq_i = torch.zeros(q_i.shape, dtype=dq_dtype)
+        for columns in plan.key_tiles(rows):
+            j = columns.start // plan.k_tile
+            p = tiles.p(q_i, lse_i, rows, columns)
+            ds = tiles.dp(dout_i, columns).sub_(delta).mul_(p)
             ds, p = _operand(ds, sites.ds), _operand(p, sites.p_pv)
-            _add_(dq_i, ds, k[j], plan.scale, sites.dq_chunk, sites.dq)
-            _add_(dk[j], ds.transpose(1, 2), q[i], scale, sites.dk_chunk, sites.dk)
-            _add_(dv[j], p.transpose(1, 2), dout[i], 1.0, sites.dv_chunk, sites.dv)
+            _add_(dq_i, ds, tiles.k[j], plan.scale, sites.dq_chunk, sites.dq)
+            _add_(dk[j], ds.transpose(1, 2), q_i, scale, sites.dk_chunk, sites.dk)
+            _add_(dv[j], p.transpose(1, 2), dout_i, 1.0, sites.dv_chunk, sites.dv)
         dq[:, rows] = dq_i
     return dq, torch.cat(dk, 1).to(k_NSD.dtype), torch.cat(dv, 1).to(v_NSD.dtype)

@@ -16,8 +16,8 @@ The same addition carries into the exponent, so rounding up across a binade and 
 subnormals round on their fixed grid. Seven bits give exactly ``x.to(torch.bfloat16)``. The trick survives
 ``torch.compile``, which deletes a ``float32 -> bfloat16 -> float32`` round trip (pytorch#179561).
 
-Stochastic rounding draws from a counter: the random integer is a hash of (seed, element index), never of generator
-state, so that it is the same on every rank, on resume and in a recomputed pass. The 32-bit finaliser is "lowbias32" of
+Stochastic rounding draws from a counter: the random integer is a hash of (seed, index), never of generator state, so
+that it is the same on every rank, on resume and in a recomputed pass. The 32-bit finaliser is "lowbias32" of
 C. Wellons, https://nullprogram.com/blog/2018/07/31/.
 """
 
@@ -41,30 +41,39 @@ _FP16_QUANTUM_MAGIC = (
 )  # adding it makes 2^-24, fp16's subnormal step, the last place of a float32
 
 
-def _hash32(x: Tensor) -> Tensor:
+def hash32(x: Tensor) -> Tensor:
     """lowbias32 on int32 lanes; multiplication wraps, and ``>>`` is masked because int32 shifts copy the sign."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - (1 << 32))
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def random_bits(shape: torch.Size, seed: int, device: torch.device) -> Tensor:
-    """int32 random bits that depend only on (seed, flat element index)."""
-    index = torch.arange(shape.numel(), dtype=torch.int32, device=device).view(shape)
-    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    signed = low - (1 << 32) if low >= 1 << 31 else low
-    signed_high = high - (1 << 32) if high >= 1 << 31 else high
-    return _hash32(_hash32(index ^ signed_high) + signed)
+def split_seed(seed: int) -> tuple[int, int]:
+    """The low and the high 32 bits of a seed as signed integers, as int32 arithmetic wants them."""
+    low, high = ((seed >> shift) & 0xFFFFFFFF for shift in (0, 32))
+    return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
 
 
-def round_to(x: Tensor, mantissa_bits: int, mode: str = "rne", seed: int = 0) -> Tensor:
+def random_bits(index: Tensor, seed: int) -> Tensor:
+    """int32 random bits that depend only on (seed, index): ``hash32(hash32(index ^ high) + low)``."""
+    low, high = split_seed(seed)
+    return hash32(hash32(index ^ high) + low)
+
+
+def flat_index(x: Tensor) -> Tensor:
+    """int32 position of every element of ``x`` in row-major order."""
+    return torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
+
+
+def round_to(x: Tensor, mantissa_bits: int, mode: str = "rne", seed: int = 0, index: Tensor | None = None) -> Tensor:
     """Rounds every element of ``x`` to ``mantissa_bits`` explicit significand bits, keeping float32's exponent range.
 
     Args:
         x: float32 tensor of any shape. bfloat16 and float16 are widened first (exactly) and come back as float32.
         mantissa_bits: explicit bits to keep, 1 to 23 (bfloat16 has 7, float16 has 10; 23 keeps everything).
         mode: ``rne`` (nearest, ties to even), ``rz`` (towards zero) or ``sr`` (stochastic).
-        seed: for ``sr`` only; the draw is a function of (seed, element index).
+        seed: for ``sr`` only; the draw is a function of (seed, index).
+        index: for ``sr`` only: int32, broadcastable to ``x``; None is the element's row-major position.
 
     Returns:
         A float32 tensor of the same shape. Infinities and NaN pass through.
@@ -87,7 +96,7 @@ def round_to(x: Tensor, mantissa_bits: int, mode: str = "rne", seed: int = 0) ->
     if mode == "rne":
         bits = bits + (((bits >> drop) & 1) + ((1 << (drop - 1)) - 1))
     elif mode == "sr":
-        bits = bits + (random_bits(x.shape, seed, x.device) & ((1 << drop) - 1))
+        bits = bits + (random_bits(flat_index(x) if index is None else index, seed) & ((1 << drop) - 1))
     rounded = (bits & (-1 << drop)).view(torch.float32)
     # an infinity has no low bits to carry from, so it stays; a NaN's payload could carry or be cut into a number
     return torch.where(x != x, x, rounded)
@@ -158,21 +167,24 @@ class Rounding:
         """Whether every result is a bfloat16 value, so that it may be stored as one without loss."""
         return self.mantissa_bits <= MANTISSA_BF16
 
-    def __call__(self, x: Tensor, seed: int = 0) -> Tensor:
-        """Rounds a float32 (or narrower) tensor; returns float32. ``seed`` matters to mode ``sr`` only."""
+    def __call__(self, x: Tensor, seed: int = 0, index: Tensor | None = None) -> Tensor:
+        """Rounds a float32 (or narrower) tensor; returns float32. ``seed`` and ``index`` as in :func:`round_to`."""
         if self.is_identity:
             return x if x.dtype is torch.float64 else x.float()
-        rounded = round_to(x, self.mantissa_bits, self.mode, seed)
-        return rounded if self.exponent_bits == 8 else self._to_fp16_range(x.float(), rounded, seed)
+        if self.mode == "sr" and index is None:
+            index = flat_index(x)
+        rounded = round_to(x, self.mantissa_bits, self.mode, seed, index)
+        return rounded if self.exponent_bits == 8 else self._to_fp16_range(x.float(), rounded, seed, index)
 
-    def _to_fp16_range(self, x: Tensor, rounded: Tensor, seed: int) -> Tensor:
+    def _to_fp16_range(self, x: Tensor, rounded: Tensor, seed: int, index: Tensor | None) -> Tensor:
         if self.mode == "rne":
             subnormal = (x + _FP16_QUANTUM_MAGIC) - _FP16_QUANTUM_MAGIC
             ceiling: float = torch.inf
         else:
             scaled = x * 2.0**24  # a power of two: exact
             if self.mode == "sr":
-                uniform = ((random_bits(x.shape, seed, x.device) >> 8) & 0xFFFFFF).float() * 2.0**-24
+                assert index is not None
+                uniform = ((random_bits(index, seed) >> 8) & 0xFFFFFF).float() * 2.0**-24
                 scaled = torch.where(x < 0, -(scaled.abs() + uniform), scaled.abs() + uniform)
             subnormal = torch.trunc(scaled) * 2.0**-24
             ceiling = _FP16_MAX if self.mode == "rz" else torch.inf

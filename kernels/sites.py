@@ -4,19 +4,30 @@ The recurrence (FlashAttention-2, arXiv 2307.08691), for one block of queries an
 the rounding at site ``x``, and dots are products with float32 accumulation::
 
     forward   S  = r_s_scaled(scale * r_s(Q . K_j'))              masked scores of the tile
-              m' = r_m_carry(max(m, rowmax S))
+              m' = r_m_carry(max(m, h)),  h = rowmax S            h is raised where sfa_beta says, see below
               P  = exp2(log2(e) * r_s_minus_m(S - m'))            1 exactly where S is the row's maximum
               a  = r_alpha(exp2(log2(e) * (m - m')))
               l  = r_l_carry(a * l + r_p_sum(rowsum P))           of r_p_pv(P) when sum_rounded_p
               O  = r_o_carry(r_o_rescaled(a * O) + r_pv(r_p_pv(P) . V_j))
-    at last   out = r_o_out(r_o_div(O / l)),  LSE = r_lse(m + ln l)
+    at last   out = r_o_out(r_o_div(O / l)),  LSE = r_lse(m + ln l)         O * (1 / l) when reciprocal
 
-    backward  delta = r_delta(rowsum r_delta_product(dO * out))
+    backward  delta = r_delta(rowsum r_delta_product(dO * out))             or another delta_from, see below
               S   = the same with r_s_bwd at both places;  P = exp2(log2(e) * (S - LSE))
               dP  = r_dp(dO . V_j');  dS = r_ds(P * (dP - delta))
               dQ  = r_dq(dQ + r_dq_chunk(scale * dS . K_j))       over key tiles
               dK  = r_dk(dK + r_dk_chunk(scale * dS' . Q))        over query tiles
               dV  = r_dv(dV + r_dv_chunk(r_p_pv(P)' . dO))        over query tiles
+
+Variants that are no rounding:
+
+* ``kv_order`` visits the key tiles of a query tile in ascending or descending order, in both passes.
+* ``delta_from`` is ``out`` (dO * the saved output), ``out_fp32`` (dO * the output recomputed in the backward pass, P
+  unrounded) or ``p_dp`` (P * dP summed over all key tiles). On paper the three are equal.
+* ``sfa_beta`` is the stabilised softmax of arXiv 2510.04212: where more than one score of a row of the tile lies within
+  ``sfa_tolerance`` of its maximum h, no P may be 1 exactly, so h goes up by (beta - 1) * h if h > 0, or to 0 if h < 0.
+  The released code then clamps the row sum at 1e-10, which scales down every row that was raised by more than 23, and
+  raises tiles that are masked whole. Here nothing is clamped: a raise of 64 or more is halved until it is less, so
+  that neither P nor l underflows and the raise still varies from row to row, as it must.
 
 Which implementation rounds where (F = float32, B = bfloat16; measured from the public sources):
 
@@ -45,15 +56,17 @@ d*_chunk, d*     F     B           F             B           B
 
 ``fa2`` is what production kernels do: only matmul operands and the final output are narrow. ``bf16_carry`` is the
 fault: the same recurrence whose running output and statistics live in bfloat16. ``o_carry_only``, ``l_only`` and
-``pv_only`` put one of its roundings into ``fa2`` with bfloat16 scores. ``qiu_untiled`` (arXiv 2510.04212) needs
-``tile`` = the sequence length. ``ucker_cuda`` and ``ucker_cpu`` follow that paper's released code, run eagerly under
-CUDA autocast and on CPU; the latter has ``sum_rounded_p``.
+``pv_only`` put one of its roundings into ``fa2`` with bfloat16 scores; these four multiply by 1 / l, as the CUDA code
+of FlashAttention-2 does, and the others divide. ``qiu_untiled`` (arXiv 2510.04212) needs ``tile`` = the sequence
+length. ``ucker_cuda`` and ``ucker_cpu`` follow that paper's released code, run eagerly under CUDA autocast and on CPU;
+the latter has ``sum_rounded_p``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from kernels.rounding import FP32, Rounding
@@ -65,8 +78,8 @@ _BF16 = Rounding.parse("bf16")
 class RoundingSites:
     """The rounding at every site of the recurrence in this module's docstring.
 
-    Each field takes ``fp32 | bf16 | fp16 | <mantissa bits>`` with an optional mode (``bf16:sr``, ``"2:rz"``); what is
-    not named is not rounded.
+    Each site takes ``fp32 | bf16 | fp16 | <mantissa bits>`` with an optional mode (``bf16:sr``, ``"2:rz"``); what is
+    not named is not rounded. The variants at the end take the values that the module's docstring names.
 
     Example::
 
@@ -103,6 +116,11 @@ class RoundingSites:
     dv_chunk: Rounding = FP32
     dv: Rounding = FP32
     sum_rounded_p: bool = False
+    reciprocal: bool = False
+    delta_from: str = "out"
+    kv_order: str = "ascending"
+    sfa_beta: float | None = None
+    sfa_tolerance: float = 0.0
     _text: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -111,11 +129,27 @@ class RoundingSites:
                 object.__setattr__(self, name, Rounding.parse(getattr(self, name)))
             except ValueError as error:
                 raise ValueError(f"site {name}: {error}") from None
-        if not isinstance(self.sum_rounded_p, bool):
-            raise ValueError(f"site sum_rounded_p={self.sum_rounded_p!r} must be true or false.")
+        self._check_variants()
         parts = [f"{name}={getattr(self, name)}" for name in SITE_NAMES if not getattr(self, name).is_identity]
+        parts += [f"{name}={getattr(self, name)}" for name in VARIANTS if getattr(self, name) != VARIANTS[name]]
         # built here because torch.compile cannot trace it
-        object.__setattr__(self, "_text", ",".join(parts + (["sum_rounded_p"] if self.sum_rounded_p else [])))
+        object.__setattr__(self, "_text", ",".join(parts))
+
+    def _check_variants(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed or type(getattr(self, name)) is not type(allowed[0]):
+                raise ValueError(f"site {name}={getattr(self, name)!r} must be {' or '.join(map(str, allowed))}.")
+        for name, least in (("sfa_beta", 1.0), ("sfa_tolerance", 0.0)):
+            value = getattr(self, name)
+            if name == "sfa_beta" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
+                raise ValueError(f"site {name}={value!r} must be a finite number of at least {least:g}.")
+            object.__setattr__(self, name, float(value))
+        if self.sfa_beta is None and self.sfa_tolerance:
+            raise ValueError("site sfa_tolerance is for the stabilised softmax; set sfa_beta too, e.g. 2.")
+        if self.sfa_beta is not None and self.p_pv.exponent_bits < 8:
+            raise ValueError("site sfa_beta makes P as small as 1e-28, which p_pv=fp16 cannot hold; use p_pv=bf16.")
 
     @classmethod
     def preset(cls, name: str) -> RoundingSites:
@@ -130,9 +164,12 @@ class RoundingSites:
         sites = cls.preset(preset)
         if carry is not None:
             sites = sites.at_carries(carry)
-        unknown = sorted(set(overrides or {}) - {*SITE_NAMES, "sum_rounded_p"})
+        unknown = sorted(set(overrides or {}) - {*SITE_NAMES, *VARIANTS})
         if unknown:
-            raise ValueError(f"unknown rounding site {unknown[0]!r}; the sites are {', '.join(SITE_NAMES)}.")
+            raise ValueError(
+                f"unknown rounding site {unknown[0]!r}; the sites are {', '.join(SITE_NAMES)}, "
+                f"the variants {', '.join(VARIANTS)}."
+            )
         return dataclasses.replace(sites, **(overrides or {}))
 
     def at_carries(self, rounding: Any) -> RoundingSites:
@@ -161,19 +198,34 @@ class RoundingSites:
     @functools.lru_cache(maxsize=256)
     def decode(cls, text: str) -> RoundingSites:
         """The inverse of :meth:`encode`."""
-        values: dict[str, Any] = {}
-        for part in filter(None, text.split(",")):
-            name, _, value = part.partition("=")
-            values[name] = value if value else True
+        values: dict[str, Any] = dict(part.split("=") for part in filter(None, text.split(",")))
+        for name in values:
+            if name in ("sum_rounded_p", "reciprocal"):
+                values[name] = values[name] == "True"
+            elif name in ("sfa_beta", "sfa_tolerance"):
+                values[name] = float(values[name])
         return cls.build(overrides=values)
 
 
 SITE_NAMES = tuple(field.name for field in dataclasses.fields(RoundingSites) if field.type == "Rounding")
+# What changes the recurrence without being a rounding, with its default.
+VARIANTS = {
+    field.name: field.default
+    for field in dataclasses.fields(RoundingSites)
+    if field.init and field.name not in SITE_NAMES
+}
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "sum_rounded_p": (True, False),
+    "reciprocal": (True, False),
+    "delta_from": ("out", "out_fp32", "p_dp"),
+    "kv_order": ("ascending", "descending"),
+}
 
 # What is carried from tile to tile or saved for the backward pass, and the scores both are made of.
 CARRY_SITES = ("s", "s_scaled", "s_bwd", "l_carry", "o_carry", "lse", "delta", "dq")
 
 _OPERANDS: dict[str, Any] = dict(p_pv=_BF16, ds=_BF16, o_out=_BF16)
+_FA2: dict[str, Any] = dict(**_OPERANDS, reciprocal=True)
 _SCORES: dict[str, Any] = dict(s=_BF16, s_scaled=_BF16, s_bwd=_BF16)
 _GRADIENTS: dict[str, Any] = dict.fromkeys(("dq_chunk", "dq", "dk_chunk", "dk", "dv_chunk", "dv"), _BF16)
 _ACCUMULATOR: dict[str, Any] = dict.fromkeys(("l_carry", "pv", "o_rescaled", "o_carry", "o_div", "dp"), _BF16)
@@ -181,12 +233,12 @@ _EVERY: dict[str, Any] = dict.fromkeys(SITE_NAMES, _BF16)
 
 PRESETS: dict[str, RoundingSites] = {
     "fp32": RoundingSites(),
-    "fa2": RoundingSites(**_OPERANDS),
+    "fa2": RoundingSites(**_FA2),
     "bf16_carry": RoundingSites(**_OPERANDS, **_SCORES, **_ACCUMULATOR, **_GRADIENTS, lse=_BF16, delta=_BF16),
     "qiu_untiled": RoundingSites(**_OPERANDS, **_SCORES, pv=_BF16, dp=_BF16),
-    "o_carry_only": RoundingSites(**_OPERANDS, **_SCORES, o_carry=_BF16),
-    "l_only": RoundingSites(**_OPERANDS, **_SCORES, l_carry=_BF16),
-    "pv_only": RoundingSites(**_OPERANDS, **_SCORES, pv=_BF16),
+    "o_carry_only": RoundingSites(**_FA2, **_SCORES, o_carry=_BF16),
+    "l_only": RoundingSites(**_FA2, **_SCORES, l_carry=_BF16),
+    "pv_only": RoundingSites(**_FA2, **_SCORES, pv=_BF16),
     "ucker_cuda": RoundingSites(
         **_OPERANDS, **_SCORES, **_ACCUMULATOR, **_GRADIENTS, s_minus_m=_BF16, delta_product=_BF16
     ),

@@ -7,6 +7,7 @@ looks inside, and casts never depend on the autocast state of the caller.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from kernels.sites import RoundingSites
 
 BACKENDS = {"reference": reference, "cpu": cpu}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+Settings = tuple[str, int, int, bool, float, int, str]  # sites, q_tile, k_tile, causal, scale, seed, backend
 # Elements of a score tile over all heads worked on at once: small enough for the cache, large enough to hide overheads.
 _TILE_ELEMENTS = 1 << 19
 
@@ -38,14 +40,27 @@ class StreamingOutput(NamedTuple):
     tied_rows: Tensor
 
 
-def _chunks(n: int, plan: Plan, q_length: int, k_length: int) -> list[slice]:
-    tile = min(plan.q_tile, q_length) * min(plan.k_tile, k_length)
-    step = max(1, _TILE_ELEMENTS // tile)
-    return [slice(start, start + step) for start in range(0, n, step)]
+def _plans(q: Tensor, k: Tensor, settings: Settings) -> Iterator[tuple[slice, Plan]]:
+    """Chunks of the folded heads whose score tiles fit the cache together, and the plan of each."""
+    sites, q_tile, k_tile, causal, scale, seed, _ = settings
+    heads, T, S = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
+    step = max(1, _TILE_ELEMENTS // (min(q_tile, T) * min(k_tile, S)))
+    for first in range(0, heads, step):
+        plan = Plan(RoundingSites.decode(sites), q_tile, k_tile, T, S, causal, scale, seed, first)
+        yield slice(first, first + step), plan
 
 
-def _plan(sites: str, q_tile: int, k_tile: int, causal: bool, scale: float, seed: int, first_head: int) -> Plan:
-    return Plan(RoundingSites.decode(sites), q_tile, k_tile, causal, scale, seed + first_head)
+def _fold(x: Tensor, heads: int) -> Tensor:
+    """[B * heads, time, dim]; key and value heads are repeated for the query heads that share them."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1).flatten(0, 1)
+
+
+def _unfold(x: Tensor, shape: torch.Size) -> Tensor:
+    """[B, heads, time, dim] from folded query heads; those of one group are summed in float32 and rounded once."""
+    x = x.view(shape[0], shape[1], -1, *shape[2:])
+    if x.shape[2] == 1:
+        return x.squeeze(2)
+    return x.sum(2, dtype=torch.float64 if x.dtype is torch.float64 else torch.float32).to(x.dtype)
 
 
 @torch.library.custom_op("lightning_qk::streaming_attention", mutates_args=())
@@ -53,16 +68,13 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, sites: str, q_tile: int, k_tile: int, causal: bool, scale: float, seed: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    B, H, T, D = q.shape
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    plan = _plan(sites, q_tile, k_tile, causal, scale, seed, 0)
+    B, H, T, _ = q.shape
+    plans = _plans(q, k, (sites, q_tile, k_tile, causal, scale, seed, backend))
+    q_NTD, k_NSD, v_NSD = (_fold(x, H) for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
-        parts = [
-            BACKENDS[backend].forward(q[c], k[c], v[c], _plan(sites, q_tile, k_tile, causal, scale, seed, c.start))
-            for c in _chunks(B * H, plan, T, k.shape[1])
-        ]
+        parts = [BACKENDS[backend].forward(q_NTD[c], k_NSD[c], v_NSD[c], plan) for c, plan in plans]
     out, lse, max_logit, tied = (torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
-    return out.view(B, H, T, D), lse.view(B, H, T), max_logit.view(B, H), tied.view(B, H)
+    return out.view(q.shape), lse.view(B, H, T), max_logit.view(B, H), tied.view(B, H)
 
 
 @_forward.register_fake
@@ -85,19 +97,16 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sites: str, q_tile: int, k_tile: int,
     causal: bool, scale: float, seed: int, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = q.shape, k.shape, v.shape
-    dout, q, k, v, out, lse = (x.flatten(0, 1) for x in (dout, q, k, v, out, lse))
-    plan = _plan(sites, q_tile, k_tile, causal, scale, seed, 0)
+    plans = _plans(q, k, (sites, q_tile, k_tile, causal, scale, seed, backend))
+    dout_NTD, q_NTD, k_NSD, v_NSD, out_NTD = (_fold(x, q.shape[1]) for x in (dout, q, k, v, out))
+    lse_NT = lse.flatten(0, 1)
     with torch.autocast(q.device.type, enabled=False):
         parts = [
-            BACKENDS[backend].backward(
-                dout[c], q[c], k[c], v[c], out[c], lse[c],
-                _plan(sites, q_tile, k_tile, causal, scale, seed, c.start),
-            )
-            for c in _chunks(q.shape[0], plan, q.shape[1], k.shape[1])
-        ]  # fmt: skip
+            BACKENDS[backend].backward(dout_NTD[c], q_NTD[c], k_NSD[c], v_NSD[c], out_NTD[c], lse_NT[c], plan)
+            for c, plan in plans
+        ]
     dq, dk, dv = (torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
-    return dq.view(shape[0]), dk.view(shape[1]), dv.view(shape[2])
+    return _unfold(dq, q.shape), _unfold(dk, k.shape), _unfold(dv, v.shape)
 
 
 @_backward.register_fake
@@ -123,7 +132,7 @@ def _autograd(ctx: Any, dout: Tensor, *_: Any) -> tuple[Any, ...]:
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, sites: RoundingSites, causal: bool) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, sites: RoundingSites) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"streaming_attention: {name} has shape {tuple(x.shape)}; give [batch, heads, time, dim].")
@@ -131,14 +140,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sites: RoundingSites, causal: bool) 
             raise ValueError(f"streaming_attention: {name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}.")
     if q.dtype not in _DTYPES:
         raise ValueError(f"streaming_attention: q is {q.dtype}; give float32, bfloat16 or float16.")
-    if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"streaming_attention: shapes q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} differ."
         )
     if 0 in q.shape or 0 in k.shape:
         raise ValueError(f"streaming_attention: empty input, q {tuple(q.shape)}, k {tuple(k.shape)}.")
-    if causal and q.shape[2] != k.shape[2]:
-        raise ValueError(f"streaming_attention: causal needs equal lengths, got {q.shape[2]} and {k.shape[2]}.")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"streaming_attention: {q.shape[1]} query heads cannot share {k.shape[1]} key heads; "
+            "give a divisor of the query heads."
+        )
     if q.dtype is torch.float64 and not sites.is_exact:
         raise ValueError("streaming_attention: float64 inputs are for the fp32 preset only (no site may round).")
 
@@ -158,12 +170,13 @@ def streaming_attention(
 
     Args:
         q: [B, H, T, D], float32, bfloat16 or float16 (float64 when no site rounds).
-        k: [B, H, S, D], q's dtype and device.
-        v: [B, H, S, D].
+        k: [B, G, S, D], q's dtype and device; query heads h * H / G to (h + 1) * H / G - 1 share key head h.
+        v: [B, G, S, D].
         sites: the roundings, or the name of a preset.
         tile: keys after which the running statistics are rounded, or (queries, keys). It is part of the fault, not a
             performance knob: a bias that needs two tied keys in one tile fades when they fall into different tiles.
-        causal: query t sees keys 0..t. Needs T = S.
+        causal: query t sees the keys up to t + S - T, so that the last query sees all of them. With T > S the first
+            T - S queries see none: their output is 0, their ``lse`` -inf.
         scale: factor on the logits; None is 1/sqrt(D).
         seed: seed of the sites whose mode is ``sr``; change it every step.
         backend: ``reference`` (readable; any device), ``cpu`` (fast) or ``auto``: ``cpu`` for CPU tensors, else
@@ -177,7 +190,7 @@ def streaming_attention(
     """
     if isinstance(sites, str):
         sites = RoundingSites.preset(sites)
-    _check(q, k, v, sites, causal)
+    _check(q, k, v, sites)
     q_tile, k_tile = (tile, tile) if isinstance(tile, int) else tile
     if q_tile < 1 or k_tile < 1:
         raise ValueError(f"streaming_attention: tile={tile} must be at least 1.")

@@ -78,7 +78,7 @@ def test_carry_leaves_alone_what_does_not_round():
     assert RoundingSites.build("fp32", carry=2) == RoundingSites.preset("fp32")
     assert (
         RoundingSites.build("l_only", carry=2).encode()
-        == "s=2,s_scaled=2,p_pv=bf16,l_carry=2,o_out=bf16,s_bwd=2,ds=bf16"
+        == "s=2,s_scaled=2,p_pv=bf16,l_carry=2,o_out=bf16,s_bwd=2,ds=bf16,reciprocal=True"
     )
 
 

@@ -45,7 +45,7 @@ class BF16CarryAttention(FaultPrecision):
         self,
         sites: str = "bf16_carry",
         carry: int | str | None = None,
-        overrides: dict[str, int | str | bool] | None = None,
+        overrides: dict[str, int | float | str | bool] | None = None,
         tile: int = 512,
         q_tile: int | None = None,
         layers: list[int] | None = None,
