@@ -31,28 +31,30 @@ Variants that are no rounding:
 
 Which implementation rounds where (F = float32, B = bfloat16; measured from the public sources):
 
-===============  ====  ==========  ============  ==========  =========
-site             fa2   bf16_carry  qiu_untiled   ucker_cuda  ucker_cpu
-===============  ====  ==========  ============  ==========  =========
-s, s_scaled      F     B           B             B           B
-s_bwd            F     B           B             B           B
-m_carry          F     F           F             F           B
-s_minus_m        F     F           F             B           B
-p_pv             B     B           B             B           B
-p_sum            F     F           F             F           B
-alpha            F     F           F             F           B
-l_carry          F     B           F             B           B
-pv               F     B           B             B           B
-o_rescaled       F     B           F             B           B
-o_carry          F     B           F             B           B
-o_div, o_out     F, B  B, B        F, B          B, B        B, B
-lse              F     B           F             F           B
-dp               F     B           B             B           B
-delta_product    F     F           F             B           B
-delta            F     B           F             F           B
-ds               B     B           B             B           B
-d*_chunk, d*     F     B           F             B           B
-===============  ====  ==========  ============  ==========  =========
+=============  ====  ====  ============  ======  =======  ==========  ===========  ==========  =========
+site           fp32  fa2   o_carry_only  l_only  pv_only  bf16_carry  qiu_untiled  ucker_cuda  ucker_cpu
+=============  ====  ====  ============  ======  =======  ==========  ===========  ==========  =========
+s, s_scaled    F     F     B             B       B        B           B            B           B
+s_bwd          F     F     B             B       B        B           B            B           B
+m_carry        F     F     F             F       F        F           F            F           B
+s_minus_m      F     F     F             F       F        F           F            B           B
+p_pv           F     B     B             B       B        B           B            B           B
+p_sum          F     F     F             F       F        F           F            F           B
+alpha          F     F     F             F       F        F           F            F           B
+l_carry        F     F     F             B       F        B           F            B           B
+pv             F     F     F             F       B        B           B            B           B
+o_rescaled     F     F     F             F       F        B           F            B           B
+o_carry        F     F     B             F       F        B           F            B           B
+o_div, o_out   F, F  F, B  F, B          F, B    F, B     B, B        F, B         B, B        B, B
+lse            F     F     F             F       F        B           F            F           B
+dp             F     F     F             F       F        B           B            B           B
+delta_product  F     F     F             F       F        F           F            B           B
+delta          F     F     F             F       F        B           F            F           B
+ds             F     B     B             B       B        B           B            B           B
+d*_chunk, d*   F     F     F             F       F        B           F            B           B
+sum_rounded_p  no    no    no            no      no       no          no           no          yes
+reciprocal     no    yes   yes           yes     yes      no          no           no          no
+=============  ====  ====  ============  ======  =======  ==========  ===========  ==========  =========
 
 ``fa2`` is what production kernels do: only matmul operands and the final output are narrow. ``bf16_carry`` is the
 fault: the same recurrence whose running output and statistics live in bfloat16. ``o_carry_only``, ``l_only`` and

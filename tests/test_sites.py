@@ -40,10 +40,11 @@ def documented_presets() -> dict[str, dict[str, str]]:
 
 def test_the_table_in_the_docstring_is_the_presets():
     table = documented_presets()
-    assert set(table) == {"fa2", "bf16_carry", "qiu_untiled", "ucker_cuda", "ucker_cpu"}
-    letters = {Rounding.parse("fp32"): "F", Rounding.parse("bf16"): "B"}
+    assert set(table) == set(PRESETS)
+    letters = {Rounding.parse("fp32"): "F", Rounding.parse("bf16"): "B", True: "yes", False: "no"}
     for preset, documented in table.items():
-        assert documented == {site: letters[getattr(PRESETS[preset], site)] for site in SITE_NAMES}, preset
+        listed = (*SITE_NAMES, "sum_rounded_p", "reciprocal")
+        assert documented == {name: letters[getattr(PRESETS[preset], name)] for name in listed}, preset
 
 
 @pytest.mark.parametrize("preset", PRESETS)
