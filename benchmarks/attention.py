@@ -30,7 +30,7 @@ CALLS = {"cpu": 1, "cuda": 10}  # timed together, so that a launch is not what i
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--carry", help="another rounding at the carries, e.g. 2")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     on_gpu = args.device.startswith("cuda")
     if on_gpu and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: PyTorch sees no GPU here.")

@@ -1,6 +1,8 @@
 """What watches or intervenes while a run goes."""
 
 from callbacks.collapse_stop import CollapseStop
+from callbacks.direction_probe import DirectionProbe
+from callbacks.error_shaping import ErrorShaping
 from callbacks.qk_guard import QKGuard
 from callbacks.random_state import RandomState
 from callbacks.resumed_validation import ResumedValidation
@@ -11,6 +13,8 @@ from callbacks.spectral_monitor import SpectralMonitor
 
 __all__ = [
     "CollapseStop",
+    "DirectionProbe",
+    "ErrorShaping",
     "QKGuard",
     "RandomState",
     "ResumedValidation",

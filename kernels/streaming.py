@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import cpu, reference
+from kernels import cpu, reference, triton_attention
 from kernels.reference import Plan
 from kernels.sites import RoundingSites
 
-BACKENDS = {"reference": reference, "cpu": cpu}
+BACKENDS: dict[str, Any] = {"reference": reference, "cpu": cpu, "triton": triton_attention}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Settings = tuple[str, int, int, bool, float, int, str]  # sites, q_tile, k_tile, causal, scale, seed, backend
 # Elements of a score tile over all heads worked on at once: small enough for the cache, large enough to hide overheads.
@@ -41,10 +41,10 @@ class StreamingOutput(NamedTuple):
 
 
 def _plans(q: Tensor, k: Tensor, settings: Settings) -> Iterator[tuple[slice, Plan]]:
-    """Chunks of the folded heads whose score tiles fit the cache together, and the plan of each."""
+    """Chunks of the folded heads and the plan of each: on a CPU those whose score tiles fit the cache together."""
     sites, q_tile, k_tile, causal, scale, seed, _ = settings
     heads, T, S = q.shape[0] * q.shape[1], q.shape[2], k.shape[2]
-    step = max(1, _TILE_ELEMENTS // (min(q_tile, T) * min(k_tile, S)))
+    step = max(1, _TILE_ELEMENTS // (min(q_tile, T) * min(k_tile, S))) if q.device.type == "cpu" else heads
     for first in range(0, heads, step):
         plan = Plan(RoundingSites.decode(sites), q_tile, k_tile, T, S, causal, scale, seed, first)
         yield slice(first, first + step), plan
@@ -179,8 +179,10 @@ def streaming_attention(
             T - S queries see none: their output is 0, their ``lse`` -inf.
         scale: factor on the logits; None is 1/sqrt(D).
         seed: seed of the sites whose mode is ``sr``; change it every step.
-        backend: ``reference`` (readable; any device), ``cpu`` (fast) or ``auto``: ``cpu`` for CPU tensors, else
-            ``reference``. Both give the same bits; stochastic sites and float64 run on the reference in either.
+        backend: ``reference`` (readable; any device), ``cpu`` (fast), ``triton`` (CUDA), or ``auto``: ``triton`` for
+            CUDA tensors, ``cpu`` for CPU tensors, else ``reference``. ``cpu`` gives the bits of ``reference``
+            (stochastic sites and float64 run on the reference itself); ``triton`` sums in another order and has the
+            GPU's exp2, so it gives them in most elements. A backend that cannot do what is asked says so.
 
     Returns:
         A :class:`StreamingOutput`; only ``out`` is differentiable.
@@ -195,10 +197,13 @@ def streaming_attention(
     if q_tile < 1 or k_tile < 1:
         raise ValueError(f"streaming_attention: tile={tile} must be at least 1.")
     if backend == "auto":
-        backend = "cpu" if q.device.type == "cpu" else "reference"
+        backend = {"cpu": "cpu", "cuda": "triton"}.get(q.device.type, "reference")
     if backend not in BACKENDS:
         raise ValueError(f"streaming_attention: backend={backend!r} is not one of auto, {', '.join(BACKENDS)}.")
-    if backend == "cpu" and q.device.type != "cpu":
-        raise ValueError(f"streaming_attention: backend='cpu' got tensors on {q.device}; use 'auto' or 'reference'.")
+    wanted = {"cpu": "cpu", "triton": "cuda"}.get(backend, q.device.type)
+    if wanted != q.device.type and not (backend == "triton" and triton_attention.interpreting()):
+        raise ValueError(
+            f"streaming_attention: backend={backend!r} got tensors on {q.device}; use 'auto' or 'reference'."
+        )
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
     return StreamingOutput(*_forward(q, k, v, sites.encode(), q_tile, k_tile, causal, scale, seed, backend))

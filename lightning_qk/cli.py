@@ -302,7 +302,7 @@ def main(args: list[str]) -> int:
     if threads:
         torch.set_num_threads(int(threads))
     try:
-        build(args, run=True)
+        build(None if args == sys.argv[1:] else args, run=True)  # Lightning warns of arguments given twice
     except RunFinished as finished:
         print(finished)
     except (ValueError, FileNotFoundError, MisconfigurationException) as error:

@@ -35,6 +35,22 @@ def attention_sites(model: nn.Module) -> list[Attention]:
     return sites
 
 
+def route_linears(model: nn.Module, route: str, layers: Sequence[int] | None = None) -> dict[str, nn.Linear]:
+    """The linear layers of a route, by their names in ``model``; arguments and errors of :func:`route_parameters`."""
+    if route not in ROUTES:
+        raise ValueError(f"route {route!r} is not one of {', '.join(ROUTES)}.")
+    chosen: set[nn.Module] = set()
+    if route != "mlp":
+        names = _PROJECTIONS["attention" if route == "all" else route]
+        chosen |= {getattr(site, name) for site in _pick(attention_sites(model), layers) for name in names}
+    if route in ("mlp", "all"):
+        mlps = [module for module in model.modules() if isinstance(module, MLP)]
+        chosen |= {linear for mlp in _pick(mlps, layers) for linear in (mlp.up_proj, mlp.down_proj)}
+    return {
+        name: module for name, module in model.named_modules() if module in chosen and isinstance(module, nn.Linear)
+    }
+
+
 def route_parameters(model: nn.Module, route: str, layers: Sequence[int] | None = None) -> dict[str, nn.Parameter]:
     """The weight matrices of a route, by their names in ``model``.
 
@@ -47,16 +63,7 @@ def route_parameters(model: nn.Module, route: str, layers: Sequence[int] | None 
     Raises:
         ValueError: for an unknown route or a layer that does not exist.
     """
-    if route not in ROUTES:
-        raise ValueError(f"route {route!r} is not one of {', '.join(ROUTES)}.")
-    modules: list[tuple[nn.Module, tuple[str, ...]]] = []
-    if route != "mlp":
-        names = _PROJECTIONS["attention" if route == "all" else route]
-        modules += [(site, names) for site in _pick(attention_sites(model), layers)]
-    if route in ("mlp", "all"):
-        mlps = [module for module in model.modules() if isinstance(module, MLP)]
-        modules += [(mlp, ("up_proj", "down_proj")) for mlp in _pick(mlps, layers)]
-    chosen = {id(getattr(module, name).weight) for module, names in modules for name in names}
+    chosen = {id(linear.weight) for linear in route_linears(model, route, layers).values()}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in chosen}
 
 

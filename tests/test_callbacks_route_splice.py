@@ -164,16 +164,15 @@ def test_no_graph_outlives_the_clean_pass(tmp_path: Path) -> None:
         return loss
 
     model.forward = watched  # type: ignore[method-assign, assignment]
-    splice = RouteSplice("qk")
-    fit(tmp_path, [splice, Alive()], switch, model, max_steps=2)
+    fit(tmp_path, [RouteSplice("qk"), Alive()], switch, model, max_steps=2)
     assert alive == [[], []]
-    assert splice._clean == {}
+    assert switch.clean._kept == switch.clean._accumulated == {}
 
 
 def test_it_needs_a_plugin_that_can_run_clean(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match=r"got Precision: set trainer\.plugins"):
         fit(tmp_path, [RouteSplice("qk")], None, max_steps=1)
-    left, right = (fit(tmp_path, c, FaultPrecision("fp32"))[0] for c in ([RouteSplice("all")], []))
+    left, right = (fit(tmp_path, c, FaultPrecision(base="fp32"))[0] for c in ([RouteSplice("all")], []))
     assert_same(weights(left), weights(right))
 
 

@@ -9,13 +9,15 @@ import pytest
 import torch
 from tiny import data, fault, module, trainer
 
-from callbacks import CollapseStop, QKGuard, RouteSplice, SpectralMonitor
+from callbacks import CollapseStop, DirectionProbe, ErrorShaping, QKGuard, RouteSplice, SpectralMonitor
 from callbacks.random_state import RandomState
 from callbacks.run_recorder import RunRecorder
+from lightning_qk.precision import GradientFault
 from lightning_qk.routes import attention_sites
 
 MICRO = ["forward(faulty)", "backward(faulty)", "forward(clean)", "backward(clean)"]
-STEP = ["splice", "clip", "step", "spectra", "guard decides", "collapse judges"]
+STEP = ["gradient fault", "splice", "shape", "clip", "step", "probe", "spectra", "guard decides", "collapse judges"]
+WATCHERS = 3  # the last of a step, which YAML may list in any order
 
 
 def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accumulate: int, order: list[int]) -> list[str]:
@@ -35,7 +37,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accumulate: int, ord
 
         monkeypatch.setattr(owner, name, wrapped)
 
-    plugin = fault()
+    plugin = fault(gradient=GradientFault("mlp", block=8))
     model = module()
     forward, backward = model.forward, torch.Tensor.backward
 
@@ -53,7 +55,11 @@ def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accumulate: int, ord
     monkeypatch.setattr(model, "forward", traced_forward)
     monkeypatch.setattr(torch.Tensor, "backward", traced_backward)
     monitor, stop, guard, splice = SpectralMonitor(1), CollapseStop(), QKGuard(1e9), RouteSplice("qk")
+    shaping, probe = ErrorShaping("random_signs", route="v"), DirectionProbe()
+    watch(plugin.gradient, "perturb", "gradient fault")
     watch(splice, "on_before_optimizer_step", "splice", before=False)
+    watch(shaping, "on_before_optimizer_step", "shape", before=False)
+    watch(probe, "_after_step", "probe")
     watch(model, "configure_gradient_clipping", "clip")
     watch(monitor, "_top", "spectra")
     watch(guard, "_decide", "guard decides")
@@ -67,7 +73,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accumulate: int, ord
 
     monkeypatch.setattr(model, "configure_optimizers", traced_optimizers)
     watching = [monitor, guard, stop]
-    callbacks = [RandomState(), RunRecorder(), splice, *(watching[i] for i in order)]
+    callbacks = [RandomState(), RunRecorder(), splice, shaping, probe, *(watching[i] for i in order)]
     trainer(tmp_path, callbacks, plugin, max_steps=2, accumulate_grad_batches=accumulate).fit(model, data())
     assert all(not site.qk_norm_on for site in attention_sites(model))
     return trace
@@ -82,7 +88,7 @@ def test_the_order_of_interventions_does_not_depend_on_the_yaml(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     trace = traced(monkeypatch, tmp_path, 1, [2, 1, 0])
-    assert trace == [*MICRO, *STEP[:3], *reversed(STEP[3:])] * 2
+    assert trace == [*MICRO, *STEP[:-WATCHERS], *reversed(STEP[-WATCHERS:])] * 2
 
 
 def test_the_guard_acts_from_the_step_after_its_decision(tmp_path: Path) -> None:

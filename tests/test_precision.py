@@ -117,9 +117,9 @@ def test_convert_module_is_in_place_and_idempotent() -> None:
 
 
 def test_the_base_class_changes_no_core(tmp_path: Path) -> None:
-    model = FaultPrecision("fp32").convert_module(module())
+    model = FaultPrecision(base="fp32").convert_module(module())
     assert all(type(site.core) is SDPACore for site in attention_sites(model))
-    left, right = (fit(tmp_path, plugin=plugin)[0] for plugin in (FaultPrecision("fp32"), None))
+    left, right = (fit(tmp_path, plugin=plugin)[0] for plugin in (FaultPrecision(base="fp32"), None))
     assert_same(weights(left), weights(right))
 
 
@@ -165,7 +165,11 @@ def test_argument_errors_name_the_argument(settings: dict[str, Any], named: str)
 
 def test_arguments_become_sites_and_tiles() -> None:
     plugin = BF16CarryAttention("bf16_carry", carry="3:sr", overrides={"lse": "fp32"}, tile=64, q_tile=32)
-    assert (str(plugin.sites.l_carry), str(plugin.sites.lse), str(plugin.sites.pv)) == ("3:sr", "fp32", "bf16")
+    assert (
+        str(plugin.attention.faulty.l_carry),
+        str(plugin.attention.faulty.lse),
+        str(plugin.attention.faulty.pv),
+    ) == ("3:sr", "fp32", "bf16")
     (core, *_) = (site.core for site in attention_sites(plugin.convert_module(gpt())))
     assert isinstance(core, StreamingCore)
     assert (core.tile, core.clean_sites) == ((32, 64), RoundingSites())

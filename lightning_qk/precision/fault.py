@@ -1,61 +1,102 @@
-"""The precision plugin that owns the arithmetic of a run: its base dtype, and which faults are on in which pass."""
+"""The precision plugin that owns the arithmetic of a run: its base dtype, and which faults are on in which pass.
+
+Trainer takes one Precision, so faults compose inside it: an :class:`AttentionFault` acts in the forward and backward
+pass, a :class:`GradientFault` on the finished gradient or in the product that makes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from typing_extensions import override
 
-from lightning_qk.attention import AttentionCore, FaultSwitch
+from lightning_qk.attention import FaultSwitch
+from lightning_qk.precision.attention_fault import AttentionFault
+from lightning_qk.precision.clean_gradients import CleanGradients
+from lightning_qk.precision.gradient_fault import GradientFault
 from lightning_qk.routes import attention_sites
 
 
 class FaultPrecision(Precision):
-    """Base dtype, attention cores and the switch between faulty and clean passes.
+    """Base dtype, faults, and the switch between faulty and clean passes.
 
     Weights are float32. With ``base="bf16"`` training, validation and the reference pass run under bfloat16 autocast.
-    The fault is on from the forward pass to the end of the backward pass (activation checkpointing recomputes there)
-    and off inside :meth:`reference` and, by default, in validation.
+    Faults of the passes are on from the forward pass to the end of the backward pass (activation checkpointing
+    recomputes there) and off inside :meth:`reference` and, by default, in validation. A fault of the finished gradient
+    acts once an optimizer step: after reduction and accumulation, before every callback, clipping and the optimizer.
 
-    Subclasses override :meth:`make_core`. As a plugin: ``trainer.plugins`` takes one Precision, as a single mapping,
-    and ``trainer.precision`` must stay unset, because the plugin owns the dtype.
+    As a plugin: ``trainer.plugins`` takes one Precision, as a single mapping, and ``trainer.precision`` must stay
+    unset, because the plugin owns the dtype.
 
     Args:
+        attention: roundings inside attention; None leaves the model's own attention.
+        gradient: quantisation of weight gradients; None is none.
         base: ``bf16`` (autocast) or ``fp32``.
         faults_in_validation: keep the fault on in validation and test passes.
         seed: base seed of stochastic roundings.
+
+    Attributes:
+        clean: the gradient without the faults, for callbacks that asked for it.
     """
 
     def __init__(
-        self, base: Literal["bf16", "fp32"] = "bf16", faults_in_validation: bool = False, seed: int = 0
+        self,
+        attention: AttentionFault | None = None,
+        gradient: GradientFault | None = None,
+        base: Literal["bf16", "fp32"] = "bf16",
+        faults_in_validation: bool = False,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         if base not in ("bf16", "fp32"):
             raise ValueError(f"{type(self).__name__}: base={base!r} must be 'bf16' or 'fp32'.")
+        self.attention, self.gradient = attention, gradient
         self.base, self.faults_in_validation, self.seed = base, faults_in_validation, seed
         self.switch = FaultSwitch()
+        self.clean = CleanGradients(self)
         self._module: Any = None
 
-    def make_core(self, layer: int, n_layers: int, n_heads: int) -> AttentionCore | None:
-        """The attention core of a layer; None keeps the one it has."""
-        return None
+    @property
+    def faults_in_passes(self) -> bool:
+        """Whether the forward and backward pass with the faults on differ from clean ones."""
+        in_product = self.gradient is not None and self.gradient.where == "product"
+        return in_product or (self.attention is not None and self.attention.is_faulty)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         # in place and idempotent: DDP discards the return value, and fit, validate and test each call it
         self._module = module  # the LightningModule; `connect` would get DDP's wrapper
-        sites = attention_sites(module)
+        if self.gradient is not None:
+            self.gradient.convert(module, self.switch)
+        sites = attention_sites(module) if self.attention is not None else []
         for layer, site in enumerate(sites):
-            core = self.make_core(layer, len(sites), site.n_heads)
-            if core is not None:
-                core.observed, core.keep_qk = site.core.observed, site.core.keep_qk
-                site.core = core
+            assert self.attention is not None
+            core = self.attention.make_core(self.switch, layer, len(sites), site.n_heads)
+            core.observed, core.keep_qk = site.core.observed, site.core.keep_qk
+            site.core = core
         return module
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        def closure_then_fault() -> Any:
+            result = closure()
+            self.clean.keep(model)
+            if self.gradient is not None:
+                step = model.trainer.global_step  # restored by resume
+                self.gradient.perturb(model, (self.seed * 1_000_000_007 + step) << 32)
+            return result
+
+        result = super().optimizer_step(optimizer, model=model, closure=closure_then_fault, **kwargs)
+        self.clean.clear()
+        return result
 
     @override
     def forward_context(self) -> AbstractContextManager:

@@ -1,0 +1,65 @@
+"""What callbacks share that compare the faulty gradient with the clean one of the same batch and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_qk.precision import FaultPrecision
+from lightning_qk.routes import route_parameters
+
+
+class CleanGradientCallback(Callback):
+    """Asks the plugin for the clean gradient of a route; subclasses read it in ``on_before_optimizer_step``.
+
+    Args:
+        route: a route of :func:`lightning_qk.routes.route_parameters`.
+        layers: its layers; None is all.
+    """
+
+    def __init__(self, route: str, layers: list[int] | None = None) -> None:
+        self.route, self.layers = route, layers
+
+    @staticmethod
+    def plugin(trainer: Trainer) -> FaultPrecision:
+        """The run's fault plugin, which :meth:`setup` has checked for."""
+        plugin: Any = trainer.precision_plugin
+        return plugin
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(trainer.precision_plugin, FaultPrecision):
+            raise MisconfigurationException(
+                f"{type(self).__name__} needs a plugin that can do without its faults, got "
+                f"{type(trainer.precision_plugin).__name__}: set trainer.plugins to a FaultPrecision such as "
+                "BF16CarryAttention."
+            )
+        route_parameters(pl_module, self.route, self.layers)
+        if stage == "fit":
+            trainer.precision_plugin.clean.request(self.wanted)
+
+    def wanted(self, pl_module: nn.Module) -> Iterable[nn.Parameter]:
+        """The parameters whose clean gradient is asked for; the route's, unless a subclass wants more."""
+        return route_parameters(pl_module, self.route, self.layers).values()
+
+    def parameters(self, pl_module: LightningModule) -> dict[str, nn.Parameter]:
+        """The weights of the route that have a gradient."""
+        chosen = route_parameters(pl_module, self.route, self.layers)
+        return {name: p for name, p in chosen.items() if p.grad is not None}
+
+    def clean(self, trainer: Trainer, p: nn.Parameter) -> Tensor:
+        """The clean gradient of a weight of the route, sharded as its gradient is."""
+        return self.plugin(trainer).clean[p]
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.plugin(trainer).clean.remember(batch, pl_module.device)
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.plugin(trainer).clean.run(pl_module)
