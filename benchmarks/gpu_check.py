@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels import PRESETS, mx_quantize, streaming_attention
+from kernels.mx_formats import FORMATS, ROUNDINGS, SCALES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # the tied rows are those of the tests
 import tied_rows
@@ -71,13 +72,18 @@ def numerics(device: str, backend: str) -> None:
         )
 
 
-def biases(device: str, backend: str) -> None:
+def biases(device: str, backend: str) -> bool:
+    """Whether every sign is as expected."""
+    good = True
     print(f"\n2. Two tied maxima a row: error of delta, mean over deviation by row; {backend} on {device}")
     for (preset, tile), sign in BIAS.items():
         measured = tied_rows.bias(tied_rows.case("random"), preset, tile, device=device, backend=backend)
+        wanted = tied_rows.bias(tied_rows.case("random"), preset, tile, backend="reference")
         ok = measured.delta > 3 if sign else abs(measured.delta) < 1.2
-        expected = "above 3" if sign else "within 1.2"
-        print(f"   {preset:<13} tile {tile:<5} {measured.delta:+6.2f}   {expected}: {'ok' if ok else 'NOT SO'}")
+        good &= ok
+        expected = f"{'above 3' if sign else 'within 1.2'}: {'ok' if ok else 'NOT SO'}"
+        print(f"   {preset:<13} tile {tile:<5} {measured.delta:+6.2f}, reference {wanted.delta:+6.2f}   {expected}")
+    return good
 
 
 def speed(device: str, repeats: int) -> None:
@@ -132,6 +138,23 @@ def quantiser(device: str, repeats: int) -> None:
                 print(f"   {fmt:<11} {rounding:<4} {spent:10.3f} ms  {spent / copy:6.2f} x copy")
 
 
+def quantiser_numerics(device: str) -> bool:
+    """Whether the device's quantiser gives the bits of the CPU's in every format, scale and rounding."""
+    x = torch.randn(256, 320, generator=torch.Generator().manual_seed(0)) * 10
+    wrong = [
+        (fmt, scale, rounding)
+        for fmt in FORMATS
+        for scale in SCALES
+        for rounding in ROUNDINGS
+        if not torch.equal(
+            mx_quantize(x.to(device), fmt, scale=scale, rounding=rounding, seed=3).cpu(),
+            mx_quantize(x, fmt, scale=scale, rounding=rounding, seed=3, backend="torch"),
+        )
+    ]
+    print(f"\n5. mx_quantize on {device} against torch operations on cpu: {wrong or 'the same bits in every mode'}")
+    return not wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -147,10 +170,12 @@ def main() -> None:
         print("No GPU here: what follows is the CPU part only, and says nothing of a GPU.")
     backend = "triton" if on_gpu else "cpu"
     numerics(args.device, backend)
-    biases(args.device, backend)
+    good = biases(args.device, backend)
     speed(args.device, args.repeats)
     quantiser(args.device, args.repeats)
+    good &= quantiser_numerics(args.device)
     print(f"\n{time.monotonic() - started:.0f} s in all")
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ score tile while that is in the cache, each step by the cheapest operation that 
 
 * bfloat16 is rounded by the hardware: in the product, in a cast, or in a sum of bfloat16 tensors, which PyTorch adds in
   float32 and rounds once;
-* a scale that is a power of two goes into ``q``, since it commutes with every rounding;
+* a scale that is a power of two goes into ``q``, since it commutes with every rounding (unless scores are so small that
+  float32 itself rounds them: below 2^-126 the bits may differ from the reference's);
 * ``tril_`` and an addition mask, float32 counts: bool and integer kernels are up to ten times slower.
 
 Nothing is compiled. Stochastic sites and float64 run on the reference itself.
@@ -60,8 +61,13 @@ def _scaled(q: Tensor, plan: Plan) -> tuple[Tensor, float]:
     wide_exponents = q.dtype is not torch.float16 and all(
         getattr(plan.sites, name).exponent_bits == 8 for name in SITE_NAMES
     )
-    power_of_two = math.frexp(plan.scale)[0] == 0.5
-    return (q * plan.scale, 1.0) if wide_exponents and power_of_two else (q, plan.scale)
+    # above 1 it could lift a subnormal, which the hardware's product may take for 0
+    shrinks = math.frexp(plan.scale)[0] == 0.5 and plan.scale <= 1.0
+    if not (wide_exponents and shrinks):
+        return q, plan.scale
+    scaled = q * plan.scale
+    exact = torch.equal(scaled / plan.scale, q) or not bool(q.isfinite().all())  # NaN and inf commute too
+    return (scaled, 1.0) if exact else (q, plan.scale)
 
 
 def _round_(x: Tensor, rounding: Rounding) -> Tensor:

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from kernels.mx_formats import uniform
 
+_STREAM = 0x4861646D  # keeps the signs apart from the draws of a stochastic rounding with the same seed
+
 
 def _signs(block: int, seed: int, device: torch.device) -> Tensor:
-    return torch.where(uniform(torch.Size([block]), seed, device) < 0.5, -1.0, 1.0)
+    draws = uniform(torch.Size([block]), seed ^ _STREAM, device)
+    return torch.where(draws < 0.5, -1.0, 1.0)
 
 
 def random_hadamard(x: Tensor, axis: int = -1, block: int = 32, seed: int | None = 0, inverse: bool = False) -> Tensor:
@@ -42,8 +45,8 @@ def random_hadamard(x: Tensor, axis: int = -1, block: int = 32, seed: int | None
         raise ValueError(
             f"random_hadamard: axis={axis} must be from {-x.ndim} to {x.ndim - 1} for shape {tuple(x.shape)}."
         )
-    if block < 1 or block & (block - 1):
-        raise ValueError(f"random_hadamard: block={block} must be a power of two.")
+    if type(block) is not int or block < 1 or block & (block - 1):
+        raise ValueError(f"random_hadamard: block={block!r} must be a power of two.")
     axis %= x.ndim
     if x.shape[axis] % block:
         raise ValueError(f"random_hadamard: axis {axis} has length {x.shape[axis]}, not a multiple of block={block}.")

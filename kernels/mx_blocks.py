@@ -64,6 +64,8 @@ def check(
     check_choice(caller, "fmt", fmt, FORMATS)
     check_choice(caller, "scale", scale, SCALES)
     check_choice(caller, "rounding", rounding, ROUNDINGS)
+    if type(seed) is not int:
+        raise ValueError(f"{caller}: seed={seed!r} must be an int.")
     axis, block = check_blocks(caller, x, axis, block)
     return MXSettings(FORMATS[fmt], axis, block, scale, rounding, seed, prescale)
 
@@ -78,8 +80,8 @@ def check_blocks(caller: str, x: Tensor, axis: int, block: int | None) -> tuple[
         raise ValueError(f"{caller}: got {x.dtype}; give float32, bfloat16 or float16 (x.float()).")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{caller}: axis={axis} must be from {-x.ndim} to {x.ndim - 1} for shape {tuple(x.shape)}.")
-    if block is not None and (isinstance(block, bool) or block < 1):
-        raise ValueError(f"{caller}: block={block!r} must be at least 1, or None for the whole axis.")
+    if block is not None and (type(block) is not int or block < 1):
+        raise ValueError(f"{caller}: block={block!r} must be an int of at least 1, or None for the whole axis.")
     if x.numel() > _MAX_ELEMENTS:
         raise ValueError(f"{caller}: {x.numel()} elements; split the tensor, up to {_MAX_ELEMENTS} are supported.")
     axis %= x.ndim

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels.rounding import Rounding
+from kernels.rounding import Rounding, splitmix64
 from kernels.sites import SITE_NAMES, RoundingSites
 
 LOG2_E = math.log2(math.e)
@@ -28,7 +28,8 @@ class Plan:
 
     Args:
         sites: the roundings.
-        q_tile: queries per tile. It matters only to ``dk``/``dv`` chunks.
+        q_tile: queries per tile. It matters to ``dk``/``dv`` chunks, and to carries that round on every visit: a row
+            visits the key tiles that any row of its tile sees.
         k_tile: keys per tile: the length after which the running statistics are rounded.
         q_length: queries, T.
         k_length: keys, S.
@@ -76,11 +77,8 @@ class Plan:
         return torch.arange(columns.start, columns.stop, device=device) > row[:, None]
 
     def site_seed(self, site: str, start: int) -> int:
-        """The 64-bit seed of one site in the tile that begins at ``start`` (a splitmix64 step over the packed key)."""
-        z = ((self.seed * 64 + _STREAM[site]) * (1 << 40) + start + 0x9E3779B97F4A7C15) & (2**64 - 1)
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-        return z ^ (z >> 31)
+        """The 64-bit seed of one site in the tile that begins at ``start``; every bit of the run's seed counts."""
+        return (splitmix64(self.seed) + (_STREAM[site] << 32) + start) & (2**64 - 1)
 
 
 def as_operand(x: Tensor, rounding: Rounding) -> Tensor:
@@ -102,7 +100,7 @@ def product(a: Tensor, b: Tensor, out: Rounding) -> Tensor:
 
 def raised(h: Tensor, tied: Tensor, beta: float) -> Tensor:
     """Row maxima ``h`` as the stabilised softmax has them: raised where ``tied``, by less than ``RAISE_LIMIT``."""
-    by = torch.where(h > 0, (beta - 1.0) * h, -h)
+    by = torch.where(h > 0, (beta - 1.0) * h, -h).clamp(max=torch.finfo(h.dtype).max)
     fraction, exponent = torch.frexp(by)
     by = torch.where(exponent > 6, fraction * RAISE_LIMIT, by)  # 2^6: halved until it is below the limit
     return torch.where(tied & h.isfinite(), h + by, h)
@@ -116,8 +114,8 @@ def finite_or_zero(m: Tensor) -> Tensor:
 class _Tile:
     """Rounds at a named site of one tile.
 
-    A stochastic draw is a function of (seed, site, tile, position in the whole tensor): of the key tile for scores and
-    whatever is kept per query, of the query tile for what is kept per key.
+    A stochastic draw is a function of (seed, site, tile, position in the whole tensor modulo 2^32): of the key tile for
+    scores and whatever is kept per query, of the query tile for what is kept per key.
     """
 
     def __init__(self, plan: Plan, rows: slice, columns: slice) -> None:

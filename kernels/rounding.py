@@ -33,7 +33,6 @@ MANTISSA_FP32 = 23  # explicit bits, as in IEEE 754 "trailing significand"
 MANTISSA_BF16 = 7
 MANTISSA_FP16 = 10
 MODES = ("rne", "rz", "sr")
-_ABS_MASK = 0x7FFFFFFF
 _FP16_MAX = 65504.0
 _FP16_MIN_NORMAL = 2.0**-14
 _FP16_QUANTUM_MAGIC = (
@@ -48,9 +47,17 @@ def hash32(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
+def splitmix64(x: int) -> int:
+    """One output of the SplitMix64 generator (Steele, Lea and Flood 2014) at state ``x``, taken modulo 2^64."""
+    z = (x + 0x9E3779B97F4A7C15) & (2**64 - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return z ^ (z >> 31)
+
+
 def split_seed(seed: int) -> tuple[int, int]:
-    """The low and the high 32 bits of a seed as signed integers, as int32 arithmetic wants them."""
-    low, high = ((seed >> shift) & 0xFFFFFFFF for shift in (0, 32))
+    """A seed as two signed 32-bit integers, mixed so that seeds of any pattern draw unlike each other."""
+    low, high = ((splitmix64(seed) >> shift) & 0xFFFFFFFF for shift in (0, 32))
     return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
 
 
@@ -134,16 +141,18 @@ class Rounding:
         """Reads ``fp32 | bf16 | fp16 | <bits>``, each with an optional ``:rne | :rz | :sr``."""
         if isinstance(value, Rounding):
             return value
-        name, _, mode = str(value).partition(":")
+        name, colon, mode = str(value).partition(":")
         named = {"fp32": (MANTISSA_FP32, 8), "bf16": (MANTISSA_BF16, 8), "fp16": (MANTISSA_FP16, 5)}
         if name in named:
             bits, exponent = named[name]
-        elif name.isdigit():
+        elif name.isascii() and name.isdigit() and mode in ("", *MODES):
             bits, exponent = int(name), 8
         else:
             raise ValueError(
                 f"rounding {value!r}: write fp32, bf16, fp16 or mantissa bits, e.g. bf16, 3, bf16:sr, 2:rz."
             )
+        if colon and not mode:
+            raise ValueError(f"rounding {value!r}: a mode must follow the colon: {', '.join(MODES)}.")
         return cls(bits, mode or "rne", exponent)
 
     def __str__(self) -> str:
@@ -181,12 +190,13 @@ class Rounding:
             subnormal = (x + _FP16_QUANTUM_MAGIC) - _FP16_QUANTUM_MAGIC
             ceiling: float = torch.inf
         else:
-            scaled = x * 2.0**24  # a power of two: exact
+            steps = x.abs() * 2.0**24  # a power of two: exact
+            whole = steps.floor()
             if self.mode == "sr":
                 assert index is not None
                 uniform = ((random_bits(index, seed) >> 8) & 0xFFFFFF).float() * 2.0**-24
-                scaled = torch.where(x < 0, -(scaled.abs() + uniform), scaled.abs() + uniform)
-            subnormal = torch.trunc(scaled) * 2.0**-24
+                whole = whole + (uniform < steps - whole)  # the sum of step and draw could round up by itself
+            subnormal = whole * 2.0**-24
             ceiling = _FP16_MAX if self.mode == "rz" else torch.inf
         rounded = torch.where(x.abs() < _FP16_MIN_NORMAL, torch.copysign(subnormal, x), rounded)
         over = (rounded.abs() > _FP16_MAX) & (x.abs() < torch.inf)
@@ -194,4 +204,3 @@ class Rounding:
 
 
 FP32 = Rounding()
-BF16 = Rounding(MANTISSA_BF16)

@@ -18,6 +18,10 @@ the rounding at site ``x``, and dots are products with float32 accumulation::
               dK  = r_dk(dK + r_dk_chunk(scale * dS' . Q))        over query tiles
               dV  = r_dv(dV + r_dv_chunk(r_p_pv(P)' . dO))        over query tiles
 
+A chunk of dQ or dK whose product the hardware rounds itself (bfloat16 operands, site bf16) is rounded before the scale
+as well as after it. Narrow presets are meant for bfloat16 inputs: inputs are not rounded, and float16 ones go through
+bfloat16 P, dS and output unless these sites are set to fp16.
+
 Variants that are no rounding:
 
 * ``kv_order`` visits the key tiles of a query tile in ascending or descending order, in both passes.
@@ -61,7 +65,8 @@ fault: the same recurrence whose running output and statistics live in bfloat16.
 ``pv_only`` put one of its roundings into ``fa2`` with bfloat16 scores; these four multiply by 1 / l, as the CUDA code
 of FlashAttention-2 does, and the others divide. ``qiu_untiled`` (arXiv 2510.04212) needs ``tile`` = the sequence
 length. ``ucker_cuda`` and ``ucker_cpu`` follow that paper's released code, run eagerly under CUDA autocast and on CPU;
-the latter has ``sum_rounded_p``.
+the latter has ``sum_rounded_p``. They leave out what has no site here: both round the difference m - m' to bfloat16,
+and ``ucker_cpu`` also ln l, S - LSE, P before dS and dP - delta.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Streaming-softmax attention with a chosen rounding at every site: one function, several backends.
 
 The operator is a ``torch.library`` custom op, so eager, ``torch.compile`` and autocast give the same bits: no compiler
-looks inside, and casts never depend on the autocast state of the caller.
+looks inside, and casts never depend on the autocast state of the caller. Products of ``reference`` and ``cpu`` are
+PyTorch's own, so leave ``torch.set_float32_matmul_precision`` at "highest", its default.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class StreamingOutput(NamedTuple):
 
     Attributes:
         out: [B, H, T, D], q's dtype.
-        lse: float32 [B, H, T], natural log of the row sums of exp(logit); not differentiable.
+        lse: float32 [B, H, T], natural log of the row sums of exp(logit); not differentiable. Like ``max_logit`` it is
+            float64 for float64 inputs.
         max_logit: float32 [B, H], the largest scaled, signed, masked logit; NaN if any is.
         tied_rows: int32 [B, H], rows whose maximum is reached by more than one key.
     """
@@ -52,7 +54,7 @@ def _plans(q: Tensor, k: Tensor, settings: Settings) -> Iterator[tuple[slice, Pl
 
 def _fold(x: Tensor, heads: int) -> Tensor:
     """[B * heads, time, dim]; key and value heads are repeated for the query heads that share them."""
-    return x.repeat_interleave(heads // x.shape[1], dim=1).flatten(0, 1)
+    return (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)).flatten(0, 1)
 
 
 def _unfold(x: Tensor, shape: torch.Size) -> Tensor:
@@ -137,12 +139,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sites: RoundingSites) -> None:
         if x.ndim != 4:
             raise ValueError(f"streaming_attention: {name} has shape {tuple(x.shape)}; give [batch, heads, time, dim].")
         if x.dtype is not q.dtype or x.device != q.device:
-            raise ValueError(f"streaming_attention: {name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}.")
+            raise ValueError(
+                f"streaming_attention: {name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; "
+                "give all three one dtype and device."
+            )
     if q.dtype not in _DTYPES:
         raise ValueError(f"streaming_attention: q is {q.dtype}; give float32, bfloat16 or float16.")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"streaming_attention: shapes q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} differ."
+            f"streaming_attention: shapes q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} differ: "
+            "k and v need one shape, with q's batch and dim."
         )
     if 0 in q.shape or 0 in k.shape:
         raise ValueError(f"streaming_attention: empty input, q {tuple(q.shape)}, k {tuple(k.shape)}.")
@@ -192,10 +198,19 @@ def streaming_attention(
     """
     if isinstance(sites, str):
         sites = RoundingSites.preset(sites)
+    if not isinstance(sites, RoundingSites):
+        raise ValueError(f"streaming_attention: sites={sites!r}: give a preset's name or RoundingSites.build(...).")
     _check(q, k, v, sites)
-    q_tile, k_tile = (tile, tile) if isinstance(tile, int) else tile
-    if q_tile < 1 or k_tile < 1:
-        raise ValueError(f"streaming_attention: tile={tile} must be at least 1.")
+    tiles = tile if isinstance(tile, (tuple, list)) else (tile, tile)
+    if len(tiles) != 2 or any(type(size) is not int or size < 1 for size in tiles):
+        raise ValueError(f"streaming_attention: tile={tile}: give a positive int, or two: (queries, keys).")
+    q_tile, k_tile = tiles
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"streaming_attention: scale={scale!r}: give a finite number, or None for 1/sqrt(dim).")
+    if type(seed) is not int:
+        raise ValueError(f"streaming_attention: seed={seed!r}: give an int.")
+    seed = (seed + 2**63) % 2**64 - 2**63  # an operator takes signed 64-bit integers
     if backend == "auto":
         backend = {"cpu": "cpu", "cuda": "triton"}.get(q.device.type, "reference")
     if backend not in BACKENDS:
@@ -205,5 +220,4 @@ def streaming_attention(
         raise ValueError(
             f"streaming_attention: backend={backend!r} got tensors on {q.device}; use 'auto' or 'reference'."
         )
-    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
-    return StreamingOutput(*_forward(q, k, v, sites.encode(), q_tile, k_tile, causal, scale, seed, backend))
+    return StreamingOutput(*_forward(q, k, v, sites.encode(), q_tile, k_tile, causal, float(scale), seed, backend))

@@ -87,6 +87,7 @@ def _raised(h, tied, C: tl.constexpr):
     if h.dtype == tl.float64:
         halved = ((by.to(tl.int64, bitcast=True) & ((1 << 52) - 1)) | (1028 << 52)).to(tl.float64, bitcast=True)
     else:
+        by = tl.minimum(by, 3.4028234663852886e38)
         halved = ((by.to(tl.int32, bitcast=True) & ((1 << 23) - 1)) | (132 << 23)).to(tl.float32, bitcast=True)
     by = tl.where(by >= RAISE_LIMIT, halved, by)
     return tl.where(tied & (tl.abs(h) < float("inf")), h + by, h)

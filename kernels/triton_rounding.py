@@ -64,14 +64,16 @@ def _copysign(x, sign):
 
 @triton.jit
 def _to_fp16_range(x, rounded, random, MODE: tl.constexpr):
-    # subnormals have a fixed step: magnitudes are cut on it, after a random fraction of it is added
+    # subnormals have a fixed step: magnitudes are cut on it, or go up where the draw is below what would be cut
     steps = tl.abs(x) * (1.0 / _FP16_STEP)
+    whole = tl.floor(steps)
     if MODE == "sr":
-        steps += (random >> 8).to(tl.int32).to(tl.float32) * _FP16_STEP
+        draw = (random >> 8).to(tl.int32).to(tl.float32) * _FP16_STEP
+        whole += tl.where(draw < steps - whole, 1.0, 0.0)
         ceiling = float("inf")
     else:
         ceiling = _FP16_MAX
-    rounded = tl.where(tl.abs(x) < _FP16_MIN_NORMAL, _copysign(tl.floor(steps) * _FP16_STEP, x), rounded)
+    rounded = tl.where(tl.abs(x) < _FP16_MIN_NORMAL, _copysign(whole * _FP16_STEP, x), rounded)
     over = (tl.abs(rounded) > _FP16_MAX) & (tl.abs(x) < float("inf"))
     return tl.where(over, _copysign(tl.full(x.shape, ceiling, tl.float32), x), rounded)
 

@@ -111,34 +111,43 @@ class TestBackendsAgreeBitForBit:
                 assert_same_bits(run(qkvg, sites=sites, tile=32, backend=backend, seed=1), whole)
 
     @settings(max_examples=150, deadline=None)
-    @given(
-        roundings=st.dictionaries(
-            st.sampled_from(SITE_NAMES), st.sampled_from(["bf16", "2", "3:rz", "fp16", "bf16:rz", "12", "bf16:sr"])
-        ),
-        variants=st.fixed_dictionaries(
-            {},
-            optional={
-                "sum_rounded_p": st.booleans(),
-                "reciprocal": st.booleans(),
-                "delta_from": st.sampled_from(["out", "out_fp32", "p_dp"]),
-                "kv_order": st.sampled_from(["ascending", "descending"]),
-                "sfa_beta": st.sampled_from([1.5, 2.0, 7.0]),
-            },
-        ),
-        base=st.sampled_from(["fp32", "bf16_carry"]),
-        lengths=st.tuples(st.integers(1, 96), st.integers(1, 96)),
-        D=st.sampled_from([16, 24, 32]),
-        G=st.sampled_from([1, 2]),
-        tile=st.sampled_from([16, 32, 64, (32, 16), (20, 48)]),
-        dtype=st.sampled_from(DTYPES),
-        causal=st.booleans(),
-    )
-    def test_any_sites(self, roundings, variants, base, lengths, D, G, tile, dtype, causal):
-        if variants.get("sfa_beta") and roundings.get("p_pv") == "fp16":
-            del roundings["p_pv"]
-        sites = RoundingSites.build(base, {**roundings, **variants})
-        T, S = lengths
-        assert_backends_agree(inputs(1, 2, T, D, dtype, S, G), sites=sites, tile=tile, causal=causal, seed=3)
+    @given(st.data())
+    def test_any_sites(self, data):
+        self.any_case(data, ["bf16", "2", "3:rz", "fp16", "bf16:rz", "12"])
+
+    @settings(max_examples=20, deadline=None)
+    @given(st.data())
+    def test_any_sites_with_stochastic_ones(self, data):
+        self.any_case(data, ["bf16:sr", "fp16:sr", "3:sr", "bf16"])  # the cpu backend hands these to the reference
+
+    def any_case(self, data: st.DataObject, roundings: list[str]) -> None:
+        overrides = data.draw(st.dictionaries(st.sampled_from(SITE_NAMES), st.sampled_from(roundings)))
+        variants = data.draw(
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "sum_rounded_p": st.booleans(),
+                    "reciprocal": st.booleans(),
+                    "delta_from": st.sampled_from(["out", "out_fp32", "p_dp"]),
+                    "kv_order": st.sampled_from(["ascending", "descending"]),
+                    "sfa_beta": st.sampled_from([1.5, 2.0, 7.0]),
+                },
+            )
+        )
+        if "sfa_beta" in variants and overrides.get("p_pv", "").startswith("fp16"):
+            del overrides["p_pv"]
+        sites = RoundingSites.build(data.draw(st.sampled_from(["fp32", "bf16_carry"])), {**overrides, **variants})
+        T, S, D = data.draw(st.integers(1, 96)), data.draw(st.integers(1, 96)), data.draw(st.sampled_from([16, 24, 32]))
+        tile = data.draw(st.sampled_from([16, 32, 64, (32, 16), (20, 48)]))
+        qkvg = inputs(1, 2, T, D, data.draw(st.sampled_from(DTYPES)), S, data.draw(st.sampled_from([1, 2])))
+        assert_backends_agree(qkvg, sites=sites, tile=tile, causal=data.draw(st.booleans()), seed=3)
+
+    @pytest.mark.parametrize("scale", [0.25, 2.0**20])
+    @pytest.mark.parametrize("size", [1e-38, 1e35])
+    def test_a_scale_that_would_overflow_or_underflow_q(self, size: float, scale: float):
+        q, k, v, dout = inputs(1, 2, 40, 16)
+        qkvg = [(q * size).to(torch.bfloat16), (k / size).to(torch.bfloat16), v.bfloat16(), dout.bfloat16()]
+        assert_backends_agree(qkvg, sites="bf16_carry", tile=16, scale=scale)
 
 
 class TestNotFinite:
@@ -217,6 +226,15 @@ class TestStochasticSites:
         assert all(not torch.equal(other[name], first[name]) for name in ("out", "lse", "dq", "dk", "dv"))
         assert_same_bits(run(qkvg, sites=self.SITES, tile=32, seed=1, backend="reference"), first)
 
+    @pytest.mark.parametrize("bit", range(64))
+    def test_every_bit_of_the_seed_counts(self, bit: int):
+        q, k, v, _ = inputs(1, 1, 32, 16)
+        first, other = (
+            streaming_attention(q, k, v, RoundingSites(s="2:sr"), 16, seed=seed).out  # type: ignore[arg-type]
+            for seed in (5, 5 ^ (1 << bit))
+        )
+        assert not torch.equal(first, other)
+
     def test_backward_draws_the_scores_of_the_forward_pass_again(self):
         # with nothing else rounded, dv = P' dO for the P that made out: their inner products with dO and v agree
         q, k, v, dout = inputs(1, 2, 64, 16)
@@ -254,6 +272,13 @@ class TestErrors:
             ({"sites": "fa3"}, "preset 'fa3'"),
             ({"tile": 0}, "tile=0"),
             ({"tile": (16, 0)}, "tile="),
+            ({"tile": 128.0}, "tile=128.0"),
+            ({"tile": (16,)}, "tile="),
+            ({"tile": True}, "tile=True"),
+            ({"scale": math.nan}, "scale=nan"),
+            ({"scale": "0.1"}, "scale='0.1'"),
+            ({"seed": 1.5}, "seed=1.5"),
+            ({"sites": {"s": "bf16"}}, "sites="),
             ({"backend": "cuda"}, "backend='cuda' is not one of auto, reference, cpu"),
         ],
     )

@@ -70,7 +70,7 @@ class TestLengths:
         blind = max(0, T - S)
         assert (got["out"][:, :, :blind] == 0).all() and (got["dq"][:, :, :blind] == 0).all()
         assert (got["lse"][:, :, :blind] == -torch.inf).all() and got["lse"][:, :, blind:].isfinite().all()
-        assert (got["tied_rows"] == (0 if S > 1 else got["tied_rows"])).all()
+        assert (got["tied_rows"] == 0).all()
 
     def test_rows_without_keys_are_not_tied(self):
         qkvg = inputs(1, 2, 50, 16, S=20)
@@ -169,7 +169,7 @@ class TestStabilisedSoftmax:
         assert self.p_of_the_maximum(close, beta=2.0) == pytest.approx(1.0, abs=1e-6)
         assert abs(self.p_of_the_maximum(close, beta=2.0, tolerance=0.2) - 1) > 1e-4
 
-    @pytest.mark.parametrize("top", [40.0, 100.0, 1e4, -100.0, -1e4])
+    @pytest.mark.parametrize("top", [40.0, 100.0, 1e4, 1.4e38, -100.0, -1e4])
     @pytest.mark.parametrize("beta", [2.0, 8.0])
     def test_any_size_of_logit_is_survived(self, top: float, beta: float):
         lse, p = self.one_row([top, top, top - 5], beta)

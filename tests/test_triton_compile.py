@@ -122,8 +122,10 @@ def machine_code(kernel: Any, path: Path) -> str:
 
 
 class TestConversions:
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-    @pytest.mark.parametrize("preset", PRESETS)
+    @pytest.mark.parametrize(
+        ("preset", "dtype"),
+        [*((preset, torch.bfloat16) for preset in PRESETS), ("fp32", torch.float32), ("ucker_cpu", torch.float32)],
+    )
     def test_presets(self, preset: str, dtype: torch.dtype, compiled: Compile):
         sites = PRESETS[preset]
         found = {
@@ -150,9 +152,9 @@ class TestArithmetic:
     def test_nothing_is_contracted(self, sites: str, compiled: Compile, tmp_path: Path):
         kernels = compiled(sites)
         assert all(kernel.metadata.enable_fp_fusion is False for kernel in kernels.values())
+        assert all("fma.rn.f32" not in kernel.asm["ptx"] for kernel in kernels.values())
         # the forward pass has fused operations inside its logarithm and its division
         for name in ("dq_kernel", "dkdv_kernel"):
-            assert "fma.rn.f32" not in kernels[name].asm["ptx"]
             code = machine_code(kernels[name], tmp_path / f"{name}.cubin")
             assert "FMUL" in code and "FFMA" not in code
 
