@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
@@ -13,6 +14,7 @@ from callbacks.step import OptimizerStepClock
 from kernels import TopSingular
 from lightning_qk.module import full
 from lightning_qk.routes import attention_sites
+from lightning_qk.sites import adopt_attention
 
 
 class SpectralMonitor(Callback):
@@ -46,6 +48,10 @@ class SpectralMonitor(Callback):
         self._peak_logit = float("-inf")
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        adopt_attention(pl_module)  # before weights are restored
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for site in attention_sites(pl_module):
             site.core.observed, site.core.keep_qk = True, site.core.keep_qk or self.entropy
@@ -73,8 +79,10 @@ class SpectralMonitor(Callback):
             torch.distributed.all_reduce(self._max_logit_L, op=torch.distributed.ReduceOp.MAX)
         readings = {"logit/max": self._max_logit_L}
         self._max_logit_L = None
-        weights = [full(site.q_proj.weight.detach()) for site in sites]
-        weights += [full(site.k_proj.weight.detach()) for site in sites]
+        weights = [full(site.q_weight.detach()) for site in sites]
+        rows = weights[0].shape[0]
+        for key in (full(site.k_weight.detach()) for site in sites):
+            weights.append(F.pad(key, (0, 0, 0, rows - key.shape[0])))  # grouped keys: zeros change no singular value
         readings["sigma/q"], readings["sigma/k"] = self._top(torch.stack(weights)).s[:, 0].chunk(2)
         self._last = {name: float(values_L.max()) for name, values_L in readings.items()}  # NaN propagates
         if not self._last["logit/max"] <= self._peak_logit:  # NaN becomes the peak and stays it

@@ -1,23 +1,116 @@
 """Attention cores: objects with one call, ``core(q, k, v) -> out``, that a precision plugin swaps in place.
 
 A core leaves what it knows of its logits behind, detached, for sensors to read: ``max_logit_H`` is exact;
-``logit_bound_H`` never lies below it and may be cheaper. Shapes: q, k, v and out are ``[B, H, T, D]``, sensors ``[H]``.
+``logit_bound_H`` never lies below it and may be cheaper. Shapes: q, k, v and out are ``[B, H, T, D]``, sensors ``[H]``;
+keys and values may have fewer heads G, S positions, where the model's own attention does.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import RoundingSites, streaming_attention
+from kernels.logit_bound import logit_cauchy_schwarz_bound
 
 _QUERY_BLOCK = 256  # rows of the score matrix held at once while its exact maximum is taken
+
+
+class Pass(NamedTuple):
+    """The part of a forward pass that its logits depend on.
+
+    Attributes:
+        q: [B, H, T, D].
+        k: [B, G, S, D], G divides H.
+        scale: factor on ``q . k``; None is ``1 / sqrt(D)``.
+        causal: query t sees the keys 0 to t.
+        mask: broadcastable to [B, H, T, S], True where a query sees a key, or added to the logits.
+        softcap_H: c of the soft cap ``c tanh(S / c)``, inf for none; None is none in any head.
+    """
+
+    q: Tensor
+    k: Tensor
+    scale: float | None = None
+    causal: bool = True
+    mask: Tensor | None = None
+    softcap_H: Tensor | None = None
+
+    def detached(self) -> Pass:
+        """For sensors: the graph may go."""
+        return self._replace(q=self.q.detach(), k=self.k.detach())
+
+    def scores(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """What the softmax of the queries ``start`` to ``stop`` takes, in float32; -inf where masked."""
+        H, T, D = self.q.shape[1:]
+        G, S = self.k.shape[1:3]
+        stop = T if stop is None else min(stop, T)
+        keys = min(stop, S) if self.causal else S
+        k = self.k[:, :, :keys].float().repeat_interleave(H // G, 1)
+        scores = self.q[:, :, start:stop].float() @ k.mT * (D**-0.5 if self.scale is None else self.scale)
+        if self.softcap_H is not None:
+            scores = soft_capped(scores, self.softcap_H)
+        if self.causal:
+            row = torch.arange(start, stop, device=scores.device)
+            future = torch.arange(keys, device=scores.device) > row[:, None]
+            scores = scores.masked_fill(future, -torch.inf)
+        if self.mask is None:
+            return scores
+        mask = self.mask.expand(*self.mask.shape[:-2], T, S)[..., start:stop, :keys]
+        if mask.dtype is torch.bool:
+            return scores.masked_fill(~mask, -torch.inf)
+        # a large finite number is as good as -inf to whoever made the mask, and not to be taken for a logit
+        return torch.where(mask < torch.finfo(mask.dtype).min / 2, -torch.inf, scores + mask.float())
+
+    def blocks(self) -> Iterator[Tensor]:
+        """:meth:`scores`, some queries at a time."""
+        for start in range(0, self.q.shape[2], _QUERY_BLOCK):
+            yield self.scores(start, start + _QUERY_BLOCK)
+
+    @torch.no_grad()
+    def max_logit_H(self) -> Tensor:
+        """The exact maximum of the scores per head, float32 [H]; NaN where any score is NaN."""
+        return torch.stack([scores.amax((0, 2, 3)) for scores in self.blocks()]).amax(0)
+
+    @torch.no_grad()
+    def logit_bound_H(self) -> Tensor:
+        """Cauchy-Schwarz over the queries and keys of each head, float32 [H]."""
+        bound_H = logit_cauchy_schwarz_bound(self.q, self.k, self.scale)
+        return bound_H if self.softcap_H is None else soft_capped(bound_H[:, None, None], self.softcap_H)[:, 0, 0]
+
+    @torch.no_grad()
+    def entropy_H(self) -> Tensor:
+        """Mean over batch and queries of ``-sum p log p`` per head, float32 [H], in nats; rows of no key count as 0."""
+        total = torch.zeros(self.q.shape[1], device=self.q.device)
+        for scores in self.blocks():
+            seen = (scores > -torch.inf).any(-1) | scores.isnan().any(-1)
+            total += torch.special.entr(scores.softmax(-1)).sum(-1).where(seen, 0.0).sum((0, 2))
+        return total / (self.q.shape[0] * self.q.shape[2])
+
+
+def soft_capped(scores_BHTS: Tensor, cap_H: Tensor) -> Tensor:
+    """``c tanh(S / c)`` (Gemma 2, arXiv 2408.00118) with a cap for every head, inf for none."""
+    cap = cap_H.to(scores_BHTS.dtype)[:, None, None]
+    finite = cap.clamp(max=torch.finfo(cap.dtype).max)  # inf * tanh(0) would be NaN, in the backward pass too
+    return torch.where(cap.isinf(), scores_BHTS, finite * torch.tanh(scores_BHTS / finite))
+
+
+def explicit_attention(logits: Pass, v: Tensor, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Attention with every score materialised in float32: for what fused kernels lack.
+
+    Returns:
+        The output [B, H, T, D] in v's dtype, and the weights float32 [B, H, T, S] after dropout.
+    """
+    with torch.autocast(v.device.type, enabled=False):
+        scores = logits.scores()
+        weights = F.dropout(F.pad(scores.softmax(-1), (0, v.shape[2] - scores.shape[-1])), dropout)
+        out = weights @ v.float().repeat_interleave(weights.shape[1] // v.shape[1], 1)
+        return out.to(v.dtype), weights
 
 
 class AttentionCore(ABC):
@@ -26,15 +119,23 @@ class AttentionCore(ABC):
     Attributes:
         observed: set by whoever will read ``max_logit_H`` or ``logit_bound_H``.
         keep_qk: set by whoever will read ``entropy_H``, for which q and k of the last forward pass must be kept.
+        clean_heads: heads kept clear of any fault, whatever the plugin says; set by the attention site.
+        has_softcap: whether :meth:`soft_capped` is there.
     """
 
     observed: bool = False
     keep_qk: bool = False
-    _qk: tuple[Tensor, Tensor] | None = None
+    clean_heads: tuple[int, ...] = ()
+    has_softcap: bool = False
+    _pass: Pass | None = None
 
     @abstractmethod
     def __call__(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
         """Causal softmax attention with scale 1/sqrt(D)."""
+
+    def soft_capped(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, cap_H: Tensor) -> Tensor:
+        """The same with soft-capped logits."""
+        raise NotImplementedError
 
     @property
     @abstractmethod
@@ -49,12 +150,15 @@ class AttentionCore(ABC):
     @property
     def entropy_H(self) -> Tensor:
         """float32 [H]: entropy of the attention rows of that pass in nats, averaged over batch and queries."""
-        return attention_entropy(*self._kept_qk())
+        return self._kept().entropy_H()
+
+    def _kept(self) -> Pass:
+        if self._pass is None:
+            raise self._unread()
+        return self._pass
 
     def _kept_qk(self) -> tuple[Tensor, Tensor]:
-        if self._qk is None:
-            raise self._unread()
-        return self._qk
+        return self._kept()[:2]
 
     def _unread(self) -> RuntimeError:
         return RuntimeError(
@@ -69,48 +173,39 @@ class SDPACore(AttentionCore):
     The fused kernel does not report its maximum, so an observed core keeps q and k and computes it when it is read.
     """
 
+    has_softcap = True
+
     def __call__(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-        if (self.observed or self.keep_qk) and torch.is_grad_enabled():
-            self._qk = (q_BHTD.detach(), k_BHTD.detach())
+        self.keep(Pass(q_BHTD, k_BHTD))
         return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
+
+    def soft_capped(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, cap_H: Tensor) -> Tensor:
+        """The same with soft-capped logits: no fused kernel, every score in float32."""
+        logits = Pass(q_BHTD, k_BHTD, softcap_H=cap_H)
+        self.keep(logits)
+        return explicit_attention(logits, v_BHTD)[0]
+
+    def keep(self, logits: Pass) -> None:
+        """Keeps what sensors need of a training pass, if any will read."""
+        if (self.observed or self.keep_qk) and torch.is_grad_enabled():
+            self._pass = logits.detached()
 
     @property
     def max_logit_H(self) -> Tensor:
-        return max_causal_logit(*self._kept_qk())
+        return self._kept().max_logit_H()
 
     @property
     def logit_bound_H(self) -> Tensor:
-        q, k = self._kept_qk()
-        longest_q, longest_k = (x.float().norm(dim=-1).amax((0, 2)) for x in (q, k))
-        # Cauchy-Schwarz; the margin covers float32 rounding of the norms and of the exact product
-        return longest_q * longest_k * (1.0 + 1e-5) / math.sqrt(q.shape[-1])
+        return self._kept().logit_bound_H()
 
 
-def _causal_scores(q_BHTD: Tensor, k_BHTD: Tensor) -> Iterator[Tensor]:
-    """Scaled, masked scores in float32, a block of queries at a time."""
-    T, D = q_BHTD.shape[-2:]
-    for start in range(0, T, _QUERY_BLOCK):
-        stop = min(start + _QUERY_BLOCK, T)
-        q, k = q_BHTD[:, :, start:stop].float(), k_BHTD[:, :, :stop].float()
-        scores = q @ k.transpose(-1, -2) / math.sqrt(D)
-        row = torch.arange(start, stop, device=q_BHTD.device)
-        future = torch.arange(stop, device=q_BHTD.device) > row[:, None]
-        yield scores.masked_fill(future, -torch.inf)
+class ModelCore(SDPACore):
+    """Sensors of a model that calls its own attention function."""
 
 
-@torch.no_grad()
 def max_causal_logit(q_BHTD: Tensor, k_BHTD: Tensor) -> Tensor:
     """The exact maximum of the scaled causal scores per head, float32 [H]; NaN where any score is NaN."""
-    return torch.stack([scores.amax((0, 2, 3)) for scores in _causal_scores(q_BHTD, k_BHTD)]).amax(0)
-
-
-@torch.no_grad()
-def attention_entropy(q_BHTD: Tensor, k_BHTD: Tensor) -> Tensor:
-    """Mean over batch and queries of ``-sum p log p`` per head, float32 [H], in nats."""
-    total = torch.zeros(q_BHTD.shape[1], device=q_BHTD.device)
-    for scores in _causal_scores(q_BHTD, k_BHTD):
-        total += torch.special.entr(scores.softmax(-1)).sum((0, 2, 3))
-    return total / (q_BHTD.shape[0] * q_BHTD.shape[2])
+    return Pass(q_BHTD, k_BHTD).max_logit_H()
 
 
 @dataclasses.dataclass
@@ -151,17 +246,16 @@ class StreamingCore(AttentionCore):
         self._tied_rows_H: Tensor | None = None
 
     def __call__(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-        if not self.switch.on:
-            out, max_logit, tied_rows = self._attend(q_BHTD, k_BHTD, v_BHTD, self.clean_sites)
-        elif self.heads is None:
-            out, max_logit, tied_rows = self._attend(q_BHTD, k_BHTD, v_BHTD, self.sites)
+        H = q_BHTD.shape[1]
+        faulty = [h for h in (range(H) if self.heads is None else self.heads) if h not in self.clean_heads]
+        if not self.switch.on or len(faulty) in (0, H):
+            sites = self.sites if self.switch.on and faulty else self.clean_sites
+            out, max_logit, tied_rows = self._attend(q_BHTD, k_BHTD, v_BHTD, sites)
         else:
-            H = q_BHTD.shape[1]
-            faulty, clean = list(self.heads), [h for h in range(H) if h not in self.heads]
+            clean = [h for h in range(H) if h not in faulty]
             parts = [
                 self._attend(q_BHTD[:, heads], k_BHTD[:, heads], v_BHTD[:, heads], sites)
                 for heads, sites in ((faulty, self.sites), (clean, self.clean_sites))
-                if heads
             ]
             order = torch.tensor(faulty + clean, device=q_BHTD.device).argsort()
             out = torch.cat([part[0] for part in parts], 1).index_select(1, order)
@@ -169,7 +263,7 @@ class StreamingCore(AttentionCore):
         if self.switch.recording and torch.is_grad_enabled():
             self._max_logit_H, self._tied_rows_H = max_logit, tied_rows
             if self.keep_qk:
-                self._qk = (q_BHTD.detach(), k_BHTD.detach())
+                self._pass = Pass(q_BHTD, k_BHTD).detached()
         return out
 
     @torch.compiler.disable  # the seed is new at every step: a graph guarded on it would be compiled anew each time

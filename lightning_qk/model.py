@@ -5,7 +5,7 @@ biases by default, N(0, 0.02) initialisation with residual projections scaled by
 learned or rotary (arXiv 2104.09864).
 
 QK-norm, the action of a guard, is parameter-free RMS normalisation of every query and key head in float32; since both
-then have norm sqrt(D), ``|logit| <= sqrt(D)``.
+then have norm sqrt(D), ``|logit| <= sqrt(D)``. The always-on stabilisers of the config are separate from it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
-from lightning_qk.attention import AttentionCore, SDPACore
+from lightning_qk.attention import SDPACore
+from lightning_qk.baselines import QK_NORMS, QKNorm, SigmaLinear
+from lightning_qk.sites.site import QK_NORM_EPS, AttentionSite, MLPSite, Projection, rms_normalise
 
-QK_NORM_EPS = 1e-6
+__all__ = ["GPT", "MLP", "PRESETS", "QK_NORM_EPS", "Attention", "Block", "GPTConfig", "Rope", "rms_normalise"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,11 @@ class GPTConfig:
         bias: biases in linear layers and LayerNorms.
         dropout: after embeddings, attention output and MLP.
         mlp_ratio: hidden width of the MLP over ``d_model``.
+        qk_norm: normalisation of q and k from the first step on, see :class:`lightning_qk.baselines.QKNorm`.
+        softcap: c of the soft cap ``c tanh(S / c)`` of the attention logits (Gemma 2: 50), None for none.
+        sigma_reparam: spectral reparametrisation of the blocks' linear layers, see
+            :class:`lightning_qk.baselines.SigmaLinear`.
+        z_loss: factor on the mean squared log-partition of the output logits, added to the training loss (PaLM: 1e-4).
 
     Raises:
         ValueError: naming the field that cannot be.
@@ -52,6 +60,10 @@ class GPTConfig:
     bias: bool = False
     dropout: float = 0.0
     mlp_ratio: int = 4
+    qk_norm: Literal["none", "rms", "rms_learnable", "rms_full_width", "layernorm"] = "none"
+    softcap: float | None = None
+    sigma_reparam: bool = False
+    z_loss: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("n_layers", "n_heads", "d_model", "context", "vocab_size", "mlp_ratio"):
@@ -65,6 +77,12 @@ class GPTConfig:
             raise ValueError(f"GPTConfig: rope needs an even head dimension, got {self.d_model // self.n_heads}.")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"GPTConfig.dropout={self.dropout} must be in [0, 1).")
+        if self.qk_norm not in ("none", *QK_NORMS):
+            raise ValueError(f"GPTConfig.qk_norm={self.qk_norm!r} is not one of none, {', '.join(QK_NORMS)}.")
+        if self.softcap is not None and not 0.0 < self.softcap < math.inf:
+            raise ValueError(f"GPTConfig.softcap={self.softcap} must be positive and finite; null is no cap.")
+        if not 0.0 <= self.z_loss < math.inf:
+            raise ValueError(f"GPTConfig.z_loss={self.z_loss} must be at least 0 and finite.")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GPTConfig:
@@ -90,61 +108,62 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-class Attention(nn.Module):
-    """Causal self-attention with separate projections, switchable QK-norm and a replaceable core.
+class Attention(AttentionSite):
+    """Causal self-attention with separate projections, switches for a guard and a replaceable core.
 
     Attributes:
-        core: the :class:`AttentionCore`; replace it in place.
-        qk_norm: persistent bool buffer, whether q and k are normalised. Set it by :meth:`set_qk_norm`.
+        core: the :class:`~lightning_qk.attention.AttentionCore`; replace it in place.
+        qk_norm: persistent bool buffer [H], whether q and k are normalised. Set it by :meth:`set_qk_norm`.
     """
 
-    qk_norm: Tensor
-
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.n_heads, self.dropout = config.n_heads, nn.Dropout(config.dropout)
-        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=config.bias)
-        self.k_proj = nn.Linear(config.d_model, config.d_model, bias=config.bias)
-        self.v_proj = nn.Linear(config.d_model, config.d_model, bias=config.bias)
-        self.o_proj = nn.Linear(config.d_model, config.d_model, bias=config.bias)
-        self.core: AttentionCore = SDPACore()
-        self.register_buffer("qk_norm", torch.zeros((), dtype=torch.bool))
-        # The same flag as a Python bool: free to read, and a compiled graph is guarded on it (a late hook is not).
-        self._normalise = False
-        self.register_load_state_dict_post_hook(lambda module, _: module._follow_buffer())
+        super().__init__(config.n_heads, config.n_heads, config.head_dim, SDPACore())
+        self.base_cap = math.inf if config.softcap is None else config.softcap
+        self.dropout = nn.Dropout(config.dropout)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            _linear(config, config.d_model, config.d_model) for _ in range(4)
+        )
         self.rope: Rope | None = Rope(config) if config.positions == "rope" else None
+        self.q_norm, self.k_norm = (
+            None if config.qk_norm == "none" else QKNorm(config.qk_norm, config.n_heads, config.head_dim)
+            for _ in range(2)
+        )
 
-    def set_qk_norm(self, on: bool) -> None:
-        """Switches QK-norm from the next forward pass on."""
-        self.qk_norm.fill_(on)
-        self._normalise = on
+    @override
+    def projection(self, name: str) -> Projection:
+        linear = getattr(self, f"{name}_proj")
+        return Projection(linear.weight, linear.bias)
+
+    @override
+    def weight(self, name: str) -> Tensor:
+        linear = getattr(self, f"{name}_proj")
+        return linear.effective_weight() if isinstance(linear, SigmaLinear) else linear.weight
 
     @property
-    def qk_norm_on(self) -> bool:
-        """Whether q and k are normalised, without touching the device."""
-        return self._normalise
-
-    def _follow_buffer(self) -> None:
-        self._normalise = bool(self.qk_norm)
+    @override
+    def scales_qk(self) -> bool:
+        return self.q_norm is None and not isinstance(self.q_proj, SigmaLinear)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """[B, T, C] to [B, T, C]."""
         B, T, C = x_BTC.shape
         q, k, v = (
-            proj(x_BTC).view(B, T, self.n_heads, C // self.n_heads).transpose(1, 2)
+            proj(x_BTC).view(B, T, self.n_heads, self.head_dim).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = self.rope(q), self.rope(k)
-        if self._normalise:
-            q, k = rms_normalise(q), rms_normalise(k)
-        out_BHTD = self.core(q, k, v)
+        q, k, v = self.treat(q, k, v)
+        cap_H = self.cap_H
+        out_BHTD = self.core(q, k, v) if cap_H is None else self.core.soft_capped(q, k, v, cap_H)
         return self.dropout(self.o_proj(out_BHTD.transpose(1, 2).reshape(B, T, C)))
 
 
-def rms_normalise(x_BHTD: Tensor) -> Tensor:
-    """x / rms(x) over the head dimension in float32 (eps 1e-6), returned in x's dtype."""
-    return F.rms_norm(x_BHTD.float(), (x_BHTD.shape[-1],), eps=QK_NORM_EPS).to(x_BHTD.dtype)
+def _linear(config: GPTConfig, width_in: int, width_out: int) -> nn.Linear:
+    kind = SigmaLinear if config.sigma_reparam else nn.Linear
+    return kind(width_in, width_out, bias=config.bias)
 
 
 class Rope(nn.Module):
@@ -170,19 +189,19 @@ class Rope(nn.Module):
         return (x * self.cos_TD[:T] + rotated * self.sin_TD[:T]).to(x_BHTD.dtype)
 
 
-class MLP(nn.Module):
-    """Linear, GELU, Linear."""
+class MLP(MLPSite):
+    """Linear, GELU, Linear, and a norm that a guard may switch on."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         hidden = config.mlp_ratio * config.d_model
-        self.up_proj = nn.Linear(config.d_model, hidden, bias=config.bias)
-        self.down_proj = nn.Linear(hidden, config.d_model, bias=config.bias)
+        self.up_proj = _linear(config, config.d_model, hidden)
+        self.down_proj = _linear(config, hidden, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """[B, T, C] to [B, T, C]."""
-        return self.dropout(self.down_proj(F.gelu(self.up_proj(x_BTC))))
+        return self.dropout(self.treat(self.down_proj(F.gelu(self.up_proj(x_BTC)))))
 
 
 class Block(nn.Module):
@@ -225,6 +244,9 @@ class GPT(nn.Module):
         for name, parameter in self.blocks.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layers))
+        self.sigma_linears = [module for module in self.modules() if isinstance(module, SigmaLinear)]
+        for linear in self.sigma_linears:
+            linear.start()
 
     @staticmethod
     def _initialise(module: nn.Module) -> None:
@@ -242,6 +264,9 @@ class GPT(nn.Module):
         T = tokens_BT.shape[1]
         if self.config.context < T:
             raise ValueError(f"sequence of {T} tokens is longer than the model's context {self.config.context}.")
+        if self.training and torch.is_grad_enabled():
+            for linear in self.sigma_linears:  # here, where activation checkpointing does not repeat it
+                linear.follow()
         x = self.token_embedding(tokens_BT)
         if self.position_embedding is not None:
             x = x + self.position_embedding(torch.arange(T, device=tokens_BT.device))
@@ -254,6 +279,9 @@ class GPT(nn.Module):
         return self.lm_head(self.final_norm(x))
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean cross-entropy in nats a token, in float32."""
-        logits = self(tokens_BT)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets_BT.flatten())
+        """Mean cross-entropy in nats a token, in float32; in training with the z-loss, if there is one."""
+        logits = self(tokens_BT).float().flatten(0, 1)
+        loss = F.cross_entropy(logits, targets_BT.flatten())
+        if self.training and self.config.z_loss:
+            loss = loss + self.config.z_loss * logits.logsumexp(-1).square().mean()
+        return loss

@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_qk.model import GPT, GPTConfig
+from lightning_qk.sites import switches_in
 
 
 class GPTModule(LightningModule):
@@ -161,12 +162,12 @@ class GPTModule(LightningModule):
         self._refuse_other_hyperparameters(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}))
         if self._trainer is None or not self.trainer.training:
             return
-        fired = [key for key, value in checkpoint["state_dict"].items() if key.endswith(".qk_norm") and bool(value)]
+        fired = switches_in(checkpoint["state_dict"])
         owners = [c for c in self.trainer.callbacks if getattr(c, "controls_qk_norm", False)]  # type: ignore[attr-defined]
         if fired and not owners:
             raise ValueError(
-                f"The checkpoint's QK-norm is on ({fired[0]} and {len(fired) - 1} more) but no QKGuard is among "
-                "trainer.callbacks. Resume with the arm's own YAML, or add a QKGuard."
+                f"The checkpoint has a guard's switches on ({fired[0]} and {len(fired) - 1} more) but no QKGuard is "
+                "among trainer.callbacks. Resume with the arm's own YAML, or add a QKGuard."
             )
 
     def _refuse_other_hyperparameters(self, saved: Mapping[str, Any]) -> None:

@@ -235,7 +235,7 @@ def test_sdpa_is_asked_for_the_exact_maximum_only_when_its_bound_is_over(
     ("settings", "named"),
     [
         ({"mode": "sometimes"}, "mode='sometimes'"),
-        ({"scope": "head"}, "scope='head'"),
+        ({"scope": "block"}, "scope='block'"),
         ({"mode": "fire_at_step"}, "fire_step=None"),
         ({"fire_step": 3}, "fire_step=3 goes with"),
         ({"mode": "fire_at_step", "fire_step": 0}, "fire_step=0"),
@@ -255,7 +255,8 @@ def test_argument_errors_name_the_argument(settings: dict[str, Any], named: str)
 def checkpointed(tmp_path: Path, callbacks: list[Callback], steps: int = 4, **settings: Any) -> Path:
     checkpoint = ModelCheckpoint(tmp_path, filename="at_{step}", auto_insert_metric_name=False, every_n_train_steps=2)
     checkpoint.save_top_k = -1
-    fit(tmp_path, [*callbacks, checkpoint], fault(), max_steps=steps, enable_checkpointing=True, **settings)
+    plugin = settings.pop("plugin", fault())
+    fit(tmp_path, [*callbacks, checkpoint], plugin, max_steps=steps, enable_checkpointing=True, **settings)
     return tmp_path
 
 
@@ -270,7 +271,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, fire_step: int) 
     expected, recording = fit(tmp_path, whole, fault(), module({"dropout": 0.2}), max_steps=5)
     checkpointed(tmp_path, callbacks(), model=module({"dropout": 0.2}))
     state = torch.load(tmp_path / "at_2.ckpt", weights_only=True)
-    assert bool(state["state_dict"]["model.blocks.0.attention.qk_norm"]) == (fire_step <= 2)
+    assert state["state_dict"]["model.blocks.0.attention.qk_norm"].tolist() == [fire_step <= 2] * 2
     again = callbacks()
     resumed, second = fit(
         tmp_path, again, fault(), module({"dropout": 0.2}), max_steps=5, ckpt_path=tmp_path / "at_2.ckpt"
@@ -283,7 +284,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, fire_step: int) 
 
 def test_a_fired_model_is_not_resumed_without_a_guard(tmp_path: Path) -> None:
     path = checkpointed(tmp_path, [QKGuard(threshold=1e-9)]) / "at_2.ckpt"
-    with pytest.raises(ValueError, match=r"QK-norm is on .*qk_norm and 1 more.* no QKGuard"):
+    with pytest.raises(ValueError, match=r"switches on .*qk_norm and 1 more.* no QKGuard"):
         fit(tmp_path, [], fault(), max_steps=5, ckpt_path=path)
     loaded = GPTModule.load_from_checkpoint(path)  # evaluation needs no guard: the buffer is the model's
     assert all(site.qk_norm_on for site in attention_sites(loaded))

@@ -96,7 +96,7 @@ def test_every_hardware_resolves(hardware: Path) -> None:
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=stem)
 def test_every_experiment_resolves_to_different_runs(path: Path, tmp_path: Path) -> None:
-    _, experiment = parse_sweep(["-c", str(path)], "")
+    _, experiment = parse_sweep(["-c", str(path), "--seeds", "0,1" if path.stem == "demo" else "0"], "")
     runs = experiment.runs(tmp_path)
     resolved = [resolve_run(list(run.fit_args)) for run in runs]
     assert [one.run_dir for one in resolved] == [run.path for run in runs]

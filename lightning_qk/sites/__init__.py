@@ -1,0 +1,15 @@
+"""Attention and MLP modules as sensors and guards see them, whoever wrote the model."""
+
+from lightning_qk.sites.adopt import ADAPTERS, MLPS, adopt_attention, adopt_mlps
+from lightning_qk.sites.site import AttentionSite, MLPSite, Projection, switches_in
+
+__all__ = [
+    "ADAPTERS",
+    "MLPS",
+    "AttentionSite",
+    "MLPSite",
+    "Projection",
+    "adopt_attention",
+    "adopt_mlps",
+    "switches_in",
+]

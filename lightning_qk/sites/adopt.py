@@ -1,0 +1,80 @@
+"""Finds attention and MLP modules of other libraries and gives them sites, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_qk.sites.huggingface import GPT2Site, LlamaSite
+from lightning_qk.sites.site import AttentionSite, MLPSite
+from lightning_qk.sites.torch_attention import SITE, MultiheadSite
+
+# By name, so that no library is imported before a module of it is there; add others by class. Subclasses count too.
+ADAPTERS: dict[str | type, Callable[[Any], AttentionSite]] = {
+    "GPT2Attention": GPT2Site,
+    "LlamaAttention": LlamaSite,
+    "Qwen2Attention": LlamaSite,
+    "Qwen3Attention": LlamaSite,
+    "MultiheadAttention": MultiheadSite,
+}
+# the linear layers of an MLP, by the class that holds them
+MLPS: dict[str | type, tuple[str, ...]] = {
+    "GPT2MLP": ("c_fc", "c_proj"),
+    "LlamaMLP": ("gate_proj", "up_proj", "down_proj"),
+    "Qwen2MLP": ("gate_proj", "up_proj", "down_proj"),
+    "Qwen3MLP": ("gate_proj", "up_proj", "down_proj"),
+    "TransformerEncoderLayer": ("linear1", "linear2"),
+    "TransformerDecoderLayer": ("linear1", "linear2"),
+}
+MLP_SITE = "qk_mlp_site"
+
+
+def table_entry(module: nn.Module, table: dict[str | type, Any]) -> Any:
+    """The entry of the first class in the module's ancestry that the table has, or None; names are the libraries'."""
+    for kind in type(module).__mro__:
+        for key in (kind, kind.__name__ if kind.__module__.split(".")[0] in ("torch", "transformers") else kind):
+            if key in table:
+                return table[key]
+    return None
+
+
+def adopt_attention(model: nn.Module) -> list[AttentionSite]:
+    """The sites of ``model`` in layer order; modules of :data:`ADAPTERS` get theirs now, if they have none.
+
+    A new site adds its switches, which are persistent buffers, to the state dict: adopt a model before weights are
+    loaded into it.
+    """
+    sites = [module for module in model.modules() if isinstance(module, AttentionSite)]
+    if sites:
+        return sites
+    for module in list(model.modules()):
+        adapter = table_entry(module, ADAPTERS)
+        if adapter is not None:
+            site = adapter(module)
+            module.add_module(SITE, site.to(site.projection("q").weight.device))
+            sites.append(site)
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # nested tensors exist on the fast path only, which sites close
+    return sites
+
+
+def adopt_mlps(model: nn.Module) -> list[MLPSite]:
+    """The MLPs of ``model`` in layer order as sites, as :func:`adopt_attention`; only where the MLP is a module."""
+    sites = [module for module in model.modules() if isinstance(module, MLPSite)]
+    if sites:
+        return sites
+    for module in list(model.modules()):
+        if table_entry(module, MLPS) is not None and not hasattr(module, "linear1"):
+            site = MLPSite().to(next(module.parameters()).device)
+            module.add_module(MLP_SITE, site)
+            module.register_forward_hook(_treat_output)
+            sites.append(site)
+    return sites
+
+
+def _treat_output(module: nn.Module, _: Any, y: Tensor) -> Tensor:
+    site = getattr(module, MLP_SITE)
+    assert isinstance(site, MLPSite)
+    return site.treat(y)
