@@ -76,9 +76,11 @@ def check_blocks(caller: str, x: Tensor, axis: int, block: int | None) -> tuple[
     Raises:
         ValueError: for a dtype, an axis or a block that cannot be.
     """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{caller}: got {type(x).__name__}; give a tensor.")
     if x.dtype not in _DTYPES:
         raise ValueError(f"{caller}: got {x.dtype}; give float32, bfloat16 or float16 (x.float()).")
-    if not -x.ndim <= axis < x.ndim:
+    if type(axis) is not int or not -x.ndim <= axis < x.ndim:
         raise ValueError(f"{caller}: axis={axis} must be from {-x.ndim} to {x.ndim - 1} for shape {tuple(x.shape)}.")
     if block is not None and (type(block) is not int or block < 1):
         raise ValueError(f"{caller}: block={block!r} must be an int of at least 1, or None for the whole axis.")

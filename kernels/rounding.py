@@ -90,8 +90,10 @@ def round_to(x: Tensor, mantissa_bits: int, mode: str = "rne", seed: int = 0, in
     """
     if mode not in MODES:
         raise ValueError(f"round_to: mode={mode!r} is not one of {', '.join(MODES)}.")
-    if not 1 <= mantissa_bits <= MANTISSA_FP32:
-        raise ValueError(f"round_to: mantissa_bits={mantissa_bits} must be from 1 to {MANTISSA_FP32} (bfloat16 has 7).")
+    if type(mantissa_bits) is not int or not 1 <= mantissa_bits <= MANTISSA_FP32:
+        raise ValueError(
+            f"round_to: mantissa_bits={mantissa_bits!r} must be an int from 1 to {MANTISSA_FP32} (bfloat16 has 7)."
+        )
     if x.dtype in (torch.bfloat16, torch.float16):
         x = x.float()
     if x.dtype is not torch.float32:
