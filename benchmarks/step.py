@@ -115,6 +115,7 @@ def variants(model: str) -> dict[str, Callable[[], list[float]]]:
     return {
         "SDPA, no callbacks": lambda: fit(model, sdpa(), []),
         "bare PyTorch loop": lambda: bare_loop(model),
+        "SDPA, dormant guard": lambda: fit(model, sdpa(), [QKGuard()]),
         "SDPA, monitor and dormant guard": lambda: fit(model, sdpa(), [SpectralMonitor(), QKGuard()]),
         "streaming fp32 carry": lambda: fit(model, BF16CarryAttention(sites="fp32", tile=TILE[model]), []),
         "fault (bf16 carry)": lambda: fit(model, fault(), []),
