@@ -9,13 +9,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from callbacks.draws import generator, normal
-from lightning_qk.module import full, logging_is_due
+from lightning_qk.module import full, logging_is_due, write_full
 from lightning_qk.routes import route_parameters
 
 MODES = ("on_target", "off_target", "isotropic", "random_subspace")
@@ -148,7 +147,7 @@ class DirectionProbe(Callback):
                 continue
             draw = generator(self.seed, trainer.global_step, name)
             d_mn, self._readings[name] = edited(w_mn, d_mn, self.mode, self.side, self.k, draw)
-            _write(p, w_mn + d_mn)
+            write_full(p, w_mn + d_mn)
 
     @override
     def on_train_batch_end(
@@ -276,10 +275,3 @@ def _with_energy(c_N: Tensor, energy: Tensor) -> tuple[Tensor, bool]:
     taken_N[:at] = c_N[:at]
     taken_N[at : at + 2] = needed.sqrt() * direction
     return taken_N, False
-
-
-def _write(p: nn.Parameter, value: Tensor) -> None:
-    """Writes a whole weight in place, sharded again where it was."""
-    if isinstance(p, DTensor):
-        value = distribute_tensor(value, p.device_mesh, p.placements)
-    p.copy_(value)

@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from callbacks.clean_gradient import CleanGradientCallback
 from callbacks.draws import generator, normal
-from lightning_qk.module import full, logging_is_due
-from lightning_qk.precision.gradient_fault import edit_gradient
+from lightning_qk.module import full, logging_is_due, write_full
 
 # the second group needs no error of the run's own: its direction is made up
 SHAPES = ("itself", "mean_removed", "mean_only", "time_shuffled")
@@ -138,7 +137,7 @@ class ErrorShaping(CleanGradientCallback):
             for name, p in self.parameters(pl_module).items():
                 assert p.grad is not None
                 faulty, clean = full(p.grad).double(), full(self.clean(trainer, p)).double()
-                edit_gradient(p, clean + self._shaped(faulty - clean, clean, name, trainer.global_step))
+                write_full(p.grad, clean + self._shaped(faulty - clean, clean, name, trainer.global_step))
                 applied = full(p.grad).double() - clean  # less what rounding to the gradient's dtype took
                 signs, seen = applied.sign().float(), self._signs.get(name)
                 self._signs[name] = signs if seen is None else seen.to(signs.device) + signs

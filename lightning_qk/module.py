@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 from typing_extensions import override
@@ -189,6 +190,14 @@ def logging_is_due(trainer: Trainer) -> bool:
 def full(x: Tensor) -> Tensor:
     """The whole of a tensor that FSDP2 may have sharded."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+@torch.no_grad()
+def write_full(target: Tensor, value: Tensor) -> None:
+    """Writes a whole tensor in place (DDP may view a gradient in a bucket), sharded again where FSDP2 has it so."""
+    if isinstance(target, DTensor):
+        value = distribute_tensor(value, target.device_mesh, target.placements)
+    target.copy_(value)
 
 
 def _plain(value: Any) -> Any:

@@ -317,9 +317,12 @@ def test_stdlib_corpus_without_sources(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_import_is_light() -> None:
-    # not filelock: torchmetrics brings it where transformers is installed
-    heavy = ["datasets", "tiktoken", "pyarrow", "requests", "multiprocessing.pool"]
+    heavy = ["datasets", "tiktoken", "pyarrow", "requests", "filelock", "multiprocessing.pool"]
     heavy.append("concurrent.futures.process")
-    code = f"import sys, lightning_qk.data; print([name for name in {heavy} if name in sys.modules])"
+    # where transformers is installed, torchmetrics brings filelock by itself
+    code = (
+        "import sys, torchmetrics; theirs = {'filelock'} & sys.modules.keys(); import lightning_qk.data; "
+        f"print([name for name in {heavy} if name in sys.modules and name not in theirs])"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

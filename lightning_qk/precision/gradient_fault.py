@@ -8,10 +8,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kernels import mx_quantize
-from lightning_qk.module import full
+from lightning_qk.module import full, write_full
 from lightning_qk.mx_linear import MXLinear, OperandFormat
 from lightning_qk.routes import ROUTES, route_linears, route_parameters
 
@@ -85,13 +84,4 @@ class GradientFault:
         for name, p in route_parameters(module, self.route, self.layers).items():
             if p.grad is not None:
                 # whole: a block may lie across the shards of FSDP2
-                edit_gradient(p, self.quantise(full(p.grad), seed ^ zlib.crc32(name.encode())))
-
-
-def edit_gradient(p: nn.Parameter, value: Tensor) -> None:
-    """Writes a whole gradient in place (DDP may view it in a bucket), sharded again where it was."""
-    gradient = p.grad
-    assert gradient is not None
-    if isinstance(gradient, DTensor):
-        value = distribute_tensor(value, gradient.device_mesh, gradient.placements)
-    gradient.copy_(value)
+                write_full(p.grad, self.quantise(full(p.grad), seed ^ zlib.crc32(name.encode())))
