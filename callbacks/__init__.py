@@ -2,6 +2,7 @@
 
 from callbacks.collapse_stop import CollapseStop
 from callbacks.direction_probe import DirectionProbe
+from callbacks.early_warning import EarlyWarning, Limit
 from callbacks.error_shaping import ErrorShaping
 from callbacks.qk_guard import QKGuard
 from callbacks.random_state import RandomState
@@ -14,7 +15,9 @@ from callbacks.spectral_monitor import SpectralMonitor
 __all__ = [
     "CollapseStop",
     "DirectionProbe",
+    "EarlyWarning",
     "ErrorShaping",
+    "Limit",
     "QKGuard",
     "RandomState",
     "ResumedValidation",

@@ -122,10 +122,12 @@ class RunRecorder(Callback):
 
     def _fields(self, trainer: Trainer) -> dict[str, Any]:
         fields: dict[str, Any] = {}
+        warnings: dict[str, dict[str, Any]] = {}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "verdict_fields"):
                 fields |= callback.verdict_fields()
-        return fields
+                warnings |= fields.pop("warnings", {})  # of several monitors
+        return fields | {"warnings": _with_lead(warnings, fields.get("collapse_step"))} if warnings else fields
 
     def _progress(self, trainer: Trainer, phase: str) -> None:
         if not trainer.is_global_zero:
@@ -173,3 +175,12 @@ class RunRecorder(Callback):
                 "error": error,
             },
         )
+
+
+def _with_lead(warnings: dict[str, dict[str, Any]], collapse_step: int | None) -> dict[str, dict[str, Any]]:
+    """Adds the steps from each alarm to the collapse, None where either is missing."""
+
+    def lead(alarm_step: int | None) -> int | None:
+        return None if alarm_step is None or collapse_step is None else collapse_step - alarm_step
+
+    return {name: {**warning, "lead_steps": lead(warning["alarm_step"])} for name, warning in warnings.items()}

@@ -53,7 +53,8 @@ def read_verdict(run_dir: Path | str) -> dict[str, Any] | None:
         raise ValueError(f"{path} is not valid JSON ({error}); delete it and run again.") from error
     if not isinstance(verdict, dict) or verdict.get("schema") != SCHEMA or verdict.get("status") not in STATUSES:
         raise ValueError(f"{path} is not a verdict of schema {SCHEMA}; delete it and run again.")
-    return {key: _decode(value) for key, value in verdict.items()}
+    decoded: dict[str, Any] = _decode(verdict)
+    return decoded
 
 
 def versions() -> dict[str, str]:
@@ -75,4 +76,8 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _decode(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
     return float(value) if value in ("nan", "inf", "-inf") else value
