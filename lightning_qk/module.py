@@ -15,6 +15,8 @@ from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_qk.model import GPT, GPTConfig
+from lightning_qk.optimizers import make_optimizer
+from lightning_qk.routes import route_parameters
 from lightning_qk.sites import switches_in
 
 
@@ -24,12 +26,12 @@ class GPTModule(LightningModule):
     Args:
         preset: ``proxy``, ``gpt2-small`` or ``gpt2-medium``.
         overrides: fields of :class:`~lightning_qk.model.GPTConfig` that differ from the preset.
-        optimizer: ``adamw``, or ``sgd`` with momentum.
+        optimizer: ``adamw``; ``sgd`` with momentum; ``muon`` for the matrices of attention and MLP, AdamW for the rest.
         lr: peak learning rate.
         betas: AdamW's moment decays.
         eps: AdamW's epsilon.
-        momentum: SGD's momentum.
-        weight_decay: decoupled (AdamW) or L2 (SGD), on matrices only.
+        momentum: SGD's and Muon's momentum; None is 0.9 and 0.95.
+        weight_decay: decoupled (AdamW, Muon) or L2 (SGD), on matrices only.
         warmup_steps: linear warm-up from 0 to ``lr``.
         schedule: ``constant`` or ``cosine`` after the warm-up, the latter over ``trainer.max_steps``.
         min_lr_ratio: where the cosine ends, as a fraction of ``lr``.
@@ -44,11 +46,11 @@ class GPTModule(LightningModule):
         self,
         preset: str = "proxy",
         overrides: dict[str, Any] | None = None,
-        optimizer: Literal["adamw", "sgd"] = "adamw",
+        optimizer: Literal["adamw", "sgd", "muon"] = "adamw",
         lr: float = 4e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        momentum: float = 0.9,
+        momentum: float | None = None,
         weight_decay: float = 0.0,
         warmup_steps: int = 100,
         schedule: Literal["constant", "cosine"] = "constant",
@@ -64,6 +66,7 @@ class GPTModule(LightningModule):
         overrides = dict(overrides or {})
         self.config = GPTConfig.preset(preset, **overrides)
         betas = (float(betas[0]), float(betas[1]))
+        momentum = (0.95 if optimizer == "muon" else 0.9) if momentum is None else momentum
         self.save_hyperparameters()
         self.model = GPT(self.config, activation_checkpointing)
         self.val_loss = MeanMetric()
@@ -133,15 +136,8 @@ class GPTModule(LightningModule):
     def configure_optimizers(self) -> Any:
         h: Any = self.hparams
         parameters = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": h.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer: Optimizer
-        if h.optimizer == "adamw":
-            optimizer = torch.optim.AdamW(groups, lr=h.lr, betas=tuple(h.betas), eps=h.eps)
-        else:
-            optimizer = torch.optim.SGD(groups, lr=h.lr, momentum=h.momentum)
+        hidden = route_parameters(self, "all").values() if h.optimizer == "muon" else ()
+        optimizer = make_optimizer(h.optimizer, parameters, hidden, h)
         # max_steps, not estimated_stepping_batches: the latter drops the loader's state on resume (lightning#20550)
         max_steps = self.trainer.max_steps
         if h.schedule == "cosine" and max_steps <= 0:

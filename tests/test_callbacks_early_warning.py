@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,7 +17,7 @@ from tests.tiny import fit, module
 class Counter(EarlyWarning):
     """Reads the optimizer step itself."""
 
-    limits = {"up": Limit(), "down": Limit(-2.0, below=True)}
+    limits: ClassVar = {"up": Limit(), "down": Limit(-2.0, below=True)}
 
     @override
     def read(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
