@@ -32,6 +32,7 @@ import lightning_qk.precision  # noqa: F401
 from callbacks import CollapseStop, RandomState, ResumedValidation, RunRecorder
 from lightning_qk.data import TokenData
 from lightning_qk.module import GPTModule
+from lightning_qk.overlays import keep_overrides
 from lightning_qk.verdict import read_verdict
 
 DONE = ("completed", "collapsed", "nonfinite")
@@ -85,6 +86,11 @@ class QKCLI(LightningCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(RunConfig, "run")
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        # not Lightning's: it warns of arguments given twice
+        self.config = parser.parse_args(keep_overrides(args))
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -260,8 +266,8 @@ _SETTINGS: dict[str, Any] = dict(
 )
 
 
-def build(args: list[str] | None, run: bool) -> QKCLI:
-    """The CLI for ``args`` (None: ``sys.argv``); with ``run=False`` nothing is trained and there is no subcommand."""
+def build(args: list[str], run: bool) -> QKCLI:
+    """The CLI for ``args``; with ``run=False`` nothing is trained and there is no subcommand."""
     return QKCLI(GPTModule, TokenData, save_config_kwargs={"overwrite": True}, run=run, args=args, **_SETTINGS)
 
 
@@ -302,7 +308,7 @@ def main(args: list[str]) -> int:
     if threads:
         torch.set_num_threads(int(threads))
     try:
-        build(None if args == sys.argv[1:] else args, run=True)  # Lightning warns of arguments given twice
+        build(args, run=True)
     except RunFinished as finished:
         print(finished)
     except (ValueError, FileNotFoundError, MisconfigurationException) as error:

@@ -58,7 +58,7 @@ class MuonWithAdamW(Optimizer):
         self._share()
 
     @override
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for part in self._parts:

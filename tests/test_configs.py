@@ -14,6 +14,7 @@ from lightning_qk.experiment import parse_sweep
 CONFIGS = Path(__file__).parents[1] / "configs"
 ARMS = sorted((CONFIGS / "arms").glob("*.yaml"))
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.yaml"))
+MODELS = sorted([*(CONFIGS / "baselines").glob("*.yaml"), *(CONFIGS / "optimizers").glob("*.yaml")])
 HARDWARE = sorted((CONFIGS / "hardware").glob("*.yaml"))
 SIZES = sorted(path for path in CONFIGS.glob("*.yaml") if path.name != "base.yaml")
 ARM_KEYS = ("run.arm", "trainer.plugins.init_args.", "trainer.callbacks")
@@ -85,6 +86,16 @@ def test_an_arm_changes_the_keys_of_arms_only(arm: Path) -> None:
     assert [one["class_path"].split(".")[-1] for one in before] == [
         one["class_path"].split(".")[-1] for one in after[: len(before)]
     ]
+
+
+@pytest.mark.parametrize("path", MODELS, ids=stem)
+def test_a_model_option_changes_what_it_names_only(path: Path) -> None:
+    base = CONFIGS / "base.yaml", CONFIGS / "proxy.yaml"
+    without, with_option = merged(*base), merged(*base, path)
+    named = flat(yaml.safe_load(path.read_text()))
+    changed = {key for key in without.keys() | with_option.keys() if without.get(key) != with_option.get(key)}
+    assert changed == named.keys()  # model.overrides.context of the size is still there
+    assert {key: with_option[key] for key in named} == named
 
 
 @pytest.mark.parametrize("hardware", HARDWARE, ids=stem)

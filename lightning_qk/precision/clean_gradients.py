@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,41 +14,59 @@ if TYPE_CHECKING:
     from lightning_qk.precision.fault import FaultPrecision
 
 
+class Request(NamedTuple):
+    """What one callback asks for.
+
+    Attributes:
+        parameters: picks them from the LightningModule; a function, for FSDP2 replaces parameters after setup.
+        is_due: whether it wants an optimizer step, counted from 1.
+        compare: called with the LightningModule at such a step once faulty and clean gradient are both complete, before
+            any callback can have edited one.
+    """
+
+    parameters: Callable[[nn.Module], Iterable[nn.Parameter]]
+    is_due: Callable[[int], bool]
+    compare: Callable[[LightningModule], None]
+
+
 class CleanGradients:
     """Keeps what callbacks asked for, from the backward pass to the end of the optimizer step.
 
     A fault of the finished gradient leaves the clean one behind: it is copied before the fault acts. A fault in the
     passes does not, so a clean pass over the same batch follows the faulty one of every micro-batch: through
     ``trainer.model`` (DDP and FSDP2 reduce it like any other), under the plugin's ``reference()``, with the random
-    state that the faulty pass began with (dropout masks agree). Its gradients accumulate in buffers of their own; the
-    faulty ones are untouched.
+    state and the module buffers that the faulty pass began with (dropout masks and running estimates agree). Its
+    gradients accumulate apart; faulty ones and buffers are untouched. Copy and pass are made only at optimizer steps
+    that some callback wants.
 
     Callbacks use :class:`callbacks.clean_gradient.CleanGradientCallback`, which calls these in order.
     """
 
     def __init__(self, plugin: FaultPrecision) -> None:
         self._plugin = plugin
-        self._requests: list[Callable[[nn.Module], Iterable[nn.Parameter]]] = []
+        self._requests: list[Request] = []
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._accumulated: dict[nn.Parameter, Tensor] = {}
         self._norm: Tensor | None = None
         self._batch: Any = None
         self._rng: dict[str, Tensor] = {}
+        self._buffers: list[Tensor] = []
 
-    def request(self, parameters: Callable[[nn.Module], Iterable[nn.Parameter]]) -> None:
-        """Asks for the clean gradient of some parameters at every optimizer step.
+    def request(self, request: Request) -> None:
+        """Asks for the clean gradient of some parameters at some optimizer steps."""
+        self._requests.append(request)
 
-        Args:
-            parameters: picks them from the LightningModule; a function, for FSDP2 replaces parameters after setup.
-        """
-        self._requests.append(parameters)
+    def _due(self, module: LightningModule) -> list[Request]:
+        step = module.trainer.global_step + 1  # the one under way
+        return [request for request in self._requests if request.is_due(step)]
 
-    def remember(self, batch: Any, device: torch.device) -> None:
+    def remember(self, batch: Any, module: LightningModule) -> None:
         """Call before the faulty pass of a micro-batch; the first caller counts."""
-        if self._batch is None and self._plugin.faults_in_passes:
+        if self._batch is None and self._plugin.faults_in_passes and self._due(module):
             self._batch, self._rng = batch, {"cpu": torch.get_rng_state()}
-            if device.type == "cuda":
-                self._rng["cuda"] = torch.cuda.get_rng_state(device)
+            if module.device.type == "cuda":
+                self._rng["cuda"] = torch.cuda.get_rng_state(module.device)
+            self._buffers = [buffer.clone() for buffer in module.buffers()]
 
     def run(self, module: LightningModule) -> None:
         """Call after the faulty backward pass of a micro-batch; the first caller runs the clean pass, if one is due."""
@@ -61,6 +79,8 @@ class CleanGradients:
         faulty = [p.grad for p in parameters]
         for p in parameters:
             p.grad = self._accumulated.get(p)
+        after = [buffer.clone() for buffer in module.buffers()]
+        self._set_buffers(module, self._buffers)
         try:
             with isolate_rng(), self._plugin.reference(), torch.enable_grad():
                 torch.set_rng_state(self._rng["cpu"])
@@ -73,20 +93,33 @@ class CleanGradients:
         finally:
             for p, gradient in zip(parameters, faulty, strict=True):
                 p.grad = gradient
+            self._set_buffers(module, after)
+
+    @staticmethod
+    def _set_buffers(module: nn.Module, values: list[Tensor]) -> None:
+        for buffer, value in zip(module.buffers(), values, strict=True):
+            buffer.copy_(value)
 
     def keep(self, module: LightningModule) -> None:
         """Called by the plugin when gradients are complete, before a fault of the finished gradient acts."""
-        if not self._requests:
+        due = self._due(module)
+        if not due:
             return
         if self._accumulated:
             self._kept, self._accumulated = self._accumulated, {}
             self._norm = nn.utils.get_total_norm(list(self._kept.values()))
             return
         self._norm = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
-        for parameters in self._requests:
-            for p in parameters(module):
+        for request in due:
+            for p in request.parameters(module):
                 if p.grad is not None and p not in self._kept:
                     self._kept[p] = p.grad.detach().clone()
+
+    @torch.no_grad()
+    def compare(self, module: LightningModule) -> None:
+        """Called by the plugin after that fault: lets callbacks see both gradients while no callback has edited any."""
+        for request in self._due(module):
+            request.compare(module)
 
     def clear(self) -> None:
         """Called by the plugin after the optimizer step."""

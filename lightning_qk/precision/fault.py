@@ -92,6 +92,7 @@ class FaultPrecision(Precision):
             if self.gradient is not None:
                 step = model.trainer.global_step  # restored by resume
                 self.gradient.perturb(model, (self.seed * 1_000_000_007 + step) << 32)
+            self.clean.compare(model)
             return result
 
         result = super().optimizer_step(optimizer, model=model, closure=closure_then_fault, **kwargs)

@@ -1,0 +1,41 @@
+"""Model overrides of several files lie over each other key by key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_qk.overlays import keep_overrides
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    contents = {
+        "size": "model: {overrides: {context: 64, name: 'a b', bias: true}}",
+        "arm": "model: {overrides: {softcap: 50.0, bias: false}}",
+        "plain": "model: {lr: 0.1}",
+        "none": "model: {overrides: null}",
+        "broken": "model: {overrides: {",
+        "list": "[1, 2]",
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}.yaml").write_text(content)
+    return {name: str(tmp_path / f"{name}.yaml") for name in contents}
+
+
+def test_a_later_file_keeps_what_it_does_not_name(files: dict[str, str]) -> None:
+    args = ["fit", "-c", files["size"], "-c", files["plain"], f"--config={files['arm']}", "--model.overrides.context=8"]
+    again = ["--model.overrides.context=64", '--model.overrides.name="a b"']
+    assert keep_overrides(args) == [*args[:-1], *again, args[-1]]  # the command line has the last word
+
+
+def test_the_first_file_comes_back_if_it_is_last_too(files: dict[str, str]) -> None:
+    args = ["-c", files["arm"], "-c", files["size"]]
+    assert keep_overrides(args) == [*args, "--model.overrides.softcap=50.0"]
+
+
+@pytest.mark.parametrize("name", ["plain", "none", "broken", "list", "missing"])
+def test_other_files_are_the_parsers_business(files: dict[str, str], name: str) -> None:
+    args = ["-c", files["size"], "-c", files.get(name, "/no/such.yaml")]
+    assert keep_overrides(args) == args
