@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from lightning_qk.report import Arm, Run, Scalars
+    from lightning_qk.runs import Arm, Run
+    from lightning_qk.tables import Scalars
 
 TAGS = ("loss/train", "sigma/q", "logit/max")
 SMOOTH = 5

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
@@ -93,6 +94,20 @@ class GPTModule(LightningModule):
                 f"The data has tokens up to {vocab_size - 1} but the model's vocab_size is {self.config.vocab_size}: "
                 f"set model.overrides.vocab_size to at least {vocab_size}."
             )
+
+    @override
+    def configure_model(self) -> None:
+        """Shards the model, block by block, under ``ModelParallelStrategy`` (FSDP2); does nothing under any other."""
+        if self.device_mesh is None or isinstance(self.model, FSDPModule):
+            return
+        ranks = self.device_mesh["tensor_parallel"].size()
+        if ranks > 1:  # Lightning's default, under which gradients would not be reduced
+            raise ValueError(
+                f"trainer.strategy: tensor_parallel_size={ranks} is not supported; set it to 1 and data_parallel_size "
+                "to the number of devices."
+            )
+        for part in (*self.model.blocks, self.model):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

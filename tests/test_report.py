@@ -15,7 +15,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lightning_qk.events import Series, read_scalars
 from lightning_qk.figures import _ceiling, _median, _smooth, _spread
-from lightning_qk.report import find_runs, group_arms, main, make_report, newcombe, spread, stays_above, wilson
+from lightning_qk.intervals import newcombe, wilson
+from lightning_qk.report import main, make_report
+from lightning_qk.runs import find_runs, group_arms
+from lightning_qk.tables import spread, stays_above
 
 MAX_STEPS = 100
 
@@ -128,6 +131,33 @@ def test_other_thresholds_keep_stopped_runs_apart(experiment: Path) -> None:
     row = next(line for line in moved.splitlines() if line.startswith("fault"))
     # The excess of seed 0 rises to 1.0 and the run stops there; seed 1 is not finite and always counts.
     assert row.split() == ["fault", "2/2", "1/2", "+1?", "1/2", "+1?", "1/2", "+1?"]
+
+
+def test_runaway_counts_peaks_with_intervals(tmp_path: Path) -> None:
+    for seed, peak in enumerate((50.0, 100.0, 5000.0, "nan")):
+        write_run(tmp_path / "demo", "fault", seed, max_logit_peak=peak)
+    make_report([tmp_path / "demo"])
+    text = (tmp_path / "demo" / "report.md").read_text()
+    row = cells(text[text.index("Logits ran away") :], "fault")
+    assert row == ["fault", "2/4 (0.15..0.85)", "2/4 (0.15..0.85)", "1/4 (0.05..0.70)"]
+
+
+def test_warnings_are_counted_ahead_of_collapses_and_as_false_alarms(tmp_path: Path) -> None:
+    def warned(alarm: int | None, lead: int | None, threshold: float | None = 0.5) -> dict[str, Any]:
+        return {"warnings": {"tied_rows": dict(threshold=threshold, alarm_step=alarm, last=0.1, lead_steps=lead)}}
+
+    runs = tmp_path / "demo"
+    for seed, (alarm, lead) in enumerate(((20, 30), (40, 10), (60, -10), (None, None))):
+        write_run(runs, "fault", seed, "collapsed", collapse_step=50, **warned(alarm, lead))
+    write_run(runs, "fault", 4, **warned(70, None))
+    write_run(runs, "fp32", 0, **warned(None, None))
+    write_run(runs, "silent", 0, **warned(None, None, threshold=None))
+    text, _, _ = make_report([runs])
+    rows = [line.split() for line in text[text.index("Early warnings") :].splitlines() if " tied_rows " in line]
+    assert rows == [
+        ["fault", "tied_rows", "0.500", "4/5", "50", "[20..70]", "2/4", "10", "[-10..30]", "1/1"],
+        ["fp32", "tied_rows", "0.500", "0/1", "-", "-", "-", "0/1"],
+    ]
 
 
 @pytest.mark.parametrize(
