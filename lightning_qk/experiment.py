@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -98,6 +99,7 @@ def sweep_parser(description: str) -> ArgumentParser:
     parser.add_argument("--seeds", type=list[int] | str, default=[0], help="e.g. 0,1,2")
     parser.add_argument("--overrides", type=dict[str, Any], default={}, help="dotted keys given to every run")
     parser.add_argument("--arm_overrides", type=dict[str, dict[str, Any]], default={}, help="arm to its dotted keys")
+    parser.add_argument("--grid", type=dict[str, list[Any]], default={}, help="dotted key to values, for every arm")
     parser.add_argument("--report.reference", type=str | None, default=None, help="the arm to compare the others with")
     parser.add_argument("--report_after", type=bool, default=True, help="report at the end (short: --report false)")
     parser.add_argument("--jobs", type=int | None, default=None, help="runs at a time; default: one a GPU, else a core")
@@ -124,17 +126,48 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
     if options.name is None:
         raise SweepError(f"name: missing in {options.config[0]}; it names the directory of the runs")
     here = Path(str(options.config[0].absolute)).parent
+    arms, arm_overrides = expand_grid(options.arms, options.arm_overrides, options.grid)
     experiment = Experiment(
         name=options.name,
         base=_paths(here, options.base),
-        arms={arm: _paths(here, files) for arm, files in options.arms.items()},
+        arms={arm: _paths(here, files) for arm, files in arms.items()},
         seeds=tuple(_seed(seed) for seed in _listed(options.seeds)),
         overrides=options.overrides,
-        arm_overrides=options.arm_overrides,
+        arm_overrides=arm_overrides,
         reference=options.report.reference,
     )
     options.only = None if options.only is None else _listed(options.only)
     return options, experiment
+
+
+def expand_grid(
+    arms: Mapping[str, Any], arm_overrides: Mapping[str, Mapping[str, Any]], grid: Mapping[str, list[Any]]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Every arm at every point of the grid, as arms of their own: ``fault`` becomes ``fault-lr_0.004``, and so on.
+
+    Raises:
+        SweepError: a key without values, a value twice, or overrides of an arm that is not there.
+    """
+    for key, values in grid.items():
+        if not values or len({json.dumps(value) for value in values}) < len(values):
+            raise SweepError(f"grid.{key}: {values} must be a list of different values")
+    unknown = [arm for arm in arm_overrides if arm not in arms]
+    if unknown:
+        raise SweepError(f"arm_overrides: {unknown[0]!r} is not an arm; the arms are {', '.join(arms)}")
+    files, overrides = {}, {}
+    for arm in arms:
+        for point in itertools.product(*grid.values()):
+            setting = dict(zip(grid, point, strict=True))
+            name = "-".join([arm, *(f"{key.rpartition('.')[2]}_{_in_name(value)}" for key, value in setting.items())])
+            if name in files:
+                raise SweepError(f"grid: two points are called {name}; their keys end alike")
+            files[name], overrides[name] = arms[arm], {**arm_overrides.get(arm, {}), **setting}
+    return files, overrides
+
+
+def _in_name(value: Any) -> str:
+    text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("_")
 
 
 def _paths(here: Path, files: str | list[str]) -> tuple[Path, ...]:

@@ -8,6 +8,7 @@ The experiment's YAML is the configuration of the sweep:
     seeds: [0, 1]
     overrides: {trainer.max_steps: 1500}      # given to every run
     arm_overrides: {fault: {some.key: 1}}     # given to one arm
+    grid: {model.lr: [0.004, 0.008]}          # every arm at every point, as arms fp32-lr_0.004, ...
     report: {reference: fp32}                 # the healthy twin
 
 Every configuration is checked before the first run starts. A run that is done is not run again, so the same command

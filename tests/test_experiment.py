@@ -56,6 +56,25 @@ def test_fit_arguments_follow_the_yaml(config: Path, tmp_path: Path) -> None:
     assert experiment.reference == "fp32"
 
 
+def test_a_grid_makes_an_arm_of_every_point(config: Path) -> None:
+    grid = "grid: {model.lr: [0.01, 2e-2], some.fault.block: [32, null], some.layers: [[0, 1], []]}"
+    config.write_text(YAML.replace("reference: fp32", "reference: fp32-lr_0.01-block_32-layers_0_1") + grid)
+    _, experiment = parse_sweep(["-c", str(config)], "")
+    assert len(experiment.arms) == 2 * 2 * 2 * 2
+    (run,) = [run for run in experiment.runs(Path("runs")) if run.name == "guard-lr_0.02-block_none-layers_0_1/seed_1"]
+    assert run.fit_args[-7:-2] == (
+        *("--trainer.logger=null", "--data.name=text"),
+        *("--model.lr=0.02", "--some.fault.block=null", "--some.layers=[0, 1]"),
+    )
+    assert run.fit_args.count("-c") == 4, "the arm's own files"
+
+
+def test_points_of_a_grid_that_share_a_name_are_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.write_text(YAML + 'grid: {some.name: ["a b", "a_b"]}')
+    assert main(["-c", str(config)]) == 2
+    assert "two points are called fp32-name_a_b" in capsys.readouterr().err
+
+
 def test_command_line_overrides_the_yaml(config: Path) -> None:
     args = ["-c", str(config), "--seeds", "3,4", "--only", "fp32", "--report", "false", "--root", "elsewhere"]
     options, experiment = parse_sweep(args, "")
@@ -87,6 +106,9 @@ def test_dry_run_from_the_command_line(config: Path, tmp_path: Path, capsys: pyt
         (("name: demo", "jobs: 1"), "name: missing"),
         (("arms/fault.yaml", "arms/fualt.yaml"), "arm guard: no such file: "),
         (("arm_overrides: {guard", "arm_overrides: {gaurd"), "arm_overrides: 'gaurd' is not an arm"),
+        (("name: demo", "name: demo\ngrid: {model.lr: []}"), "grid.model.lr: [] must be a list of different values"),
+        (("name: demo", "name: demo\ngrid: {model.lr: [1, 1]}"), "grid.model.lr: [1, 1] must be a list of different"),
+        (("name: demo", "name: demo\ngrid: {model.lr: 1}"), "grid"),
         (("reference: fp32", "reference: fp23"), "report.reference: 'fp23' is not an arm"),
         (("reference: fp32", "refrence: fp32"), "refrence"),
         (("name: demo", "name: ["), "demo.yaml"),
