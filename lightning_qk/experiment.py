@@ -95,6 +95,8 @@ def sweep_parser(description: str) -> ArgumentParser:
     parser.add_argument("-c", "--config", action="config", help="the experiment's YAML, required")
     parser.add_argument("--name", type=str, help="name of the experiment and of its directory")
     parser.add_argument("--base", type=str | list[str], default=[], help="configurations of every run")
+    parser.add_argument("--sizes", type=dict[str, dict[str, Any]], default={}, help="size to its base and overrides")
+    parser.add_argument("--size", type=str | None, default=None, help="one of the sizes; default: the first")
     parser.add_argument("--arms", type=dict[str, str | list[str]], default={}, help="arm to its overlay file or files")
     parser.add_argument("--seeds", type=list[int] | str, default=[0], help="e.g. 0,1,2")
     parser.add_argument("--overrides", type=dict[str, Any], default={}, help="dotted keys given to every run")
@@ -127,17 +129,34 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
         raise SweepError(f"name: missing in {options.config[0]}; it names the directory of the runs")
     here = Path(str(options.config[0].absolute)).parent
     arms, arm_overrides = expand_grid(options.arms, options.arm_overrides, options.grid)
+    size, suffix = _pick_size(options.sizes, options.size)
     experiment = Experiment(
-        name=options.name,
-        base=_paths(here, options.base),
+        name=options.name + suffix,
+        base=_paths(here, options.base) + _paths(here, size.get("base", [])),
         arms={arm: _paths(here, files) for arm, files in arms.items()},
         seeds=tuple(_seed(seed) for seed in _listed(options.seeds)),
-        overrides=options.overrides,
+        overrides={**size.get("overrides", {}), **options.overrides},
         arm_overrides=arm_overrides,
         reference=options.report.reference,
     )
     options.only = None if options.only is None else _listed(options.only)
     return options, experiment
+
+
+def _pick_size(sizes: Mapping[str, Mapping[str, Any]], name: str | None) -> tuple[Mapping[str, Any], str]:
+    """The size's own settings, and what it adds to the experiment's name: nothing for the first, which is the default.
+
+    Raises:
+        SweepError: there is no such size, or it has an unknown key.
+    """
+    for key, size in sizes.items():
+        if wrong := sorted(set(size) - {"base", "overrides"}):
+            raise SweepError(f"sizes.{key}: unknown key {wrong[0]!r}; a size has base and overrides")
+    if name is None:
+        return next(iter(sizes.values()), {}), ""
+    if name not in sizes:
+        raise SweepError(f"size: {name!r} is not one of {', '.join(sizes) or 'none: this experiment has no sizes'}")
+    return sizes[name], "" if name == next(iter(sizes)) else f"_{name}"
 
 
 def expand_grid(

@@ -3,7 +3,10 @@
 The experiment's YAML is the configuration of the sweep:
 
     name: demo
-    base: [../base.yaml, ../proxy.yaml]       # paths are relative to this file
+    base: ../base.yaml                        # paths are relative to this file
+    sizes:                                    # --size paper; the first is the default
+      proxy: {base: ../proxy.yaml}
+      paper: {base: [../gpt2_small.yaml, ../hardware/gpu.yaml], overrides: {trainer.devices: 8}}
     arms: {fp32: ../arms/fp32.yaml, fault: [../arms/fault.yaml]}
     seeds: [0, 1]
     overrides: {trainer.max_steps: 1500}      # given to every run

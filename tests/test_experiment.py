@@ -26,6 +26,9 @@ report: {reference: fp32}
 """
 
 
+SIZES = "sizes: {small: {base: ../proxy.yaml}, large: {base: [../large.yaml], overrides: {trainer.devices: 8}}}"
+
+
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("base", "proxy", "arms/fp32", "arms/fault", "arms/guard"):
@@ -69,6 +72,20 @@ def test_a_grid_makes_an_arm_of_every_point(config: Path) -> None:
     assert run.fit_args.count("-c") == 4, "the arm's own files"
 
 
+def test_sizes_lie_between_the_base_and_the_arm(config: Path, tmp_path: Path) -> None:
+    config.write_text(YAML.replace("base: [../base.yaml, ../proxy.yaml]", f"base: ../base.yaml\n{SIZES}"))
+    (tmp_path / "configs" / "large.yaml").touch()
+    for args, name, files in (
+        ([], "demo", ["base", "proxy"]),
+        (["--size", "small"], "demo", ["base", "proxy"]),
+        (["--size", "large"], "demo_large", ["base", "large"]),
+    ):
+        _, experiment = parse_sweep(["-c", str(config), *args], "")
+        assert experiment.name == name and [path.stem for path in experiment.base] == files
+        assert experiment.overrides.get("trainer.devices") == (8 if name == "demo_large" else None)
+        assert experiment.overrides["trainer.max_steps"] == 1500
+
+
 def test_points_of_a_grid_that_share_a_name_are_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config.write_text(YAML + 'grid: {some.name: ["a b", "a_b"]}')
     assert main(["-c", str(config)]) == 2
@@ -109,6 +126,9 @@ def test_dry_run_from_the_command_line(config: Path, tmp_path: Path, capsys: pyt
         (("name: demo", "name: demo\ngrid: {model.lr: []}"), "grid.model.lr: [] must be a list of different values"),
         (("name: demo", "name: demo\ngrid: {model.lr: [1, 1]}"), "grid.model.lr: [1, 1] must be a list of different"),
         (("name: demo", "name: demo\ngrid: {model.lr: 1}"), "grid"),
+        (("name: demo", "name: demo\nsize: large"), "size: 'large' is not one of none"),
+        (("name: demo", f"name: demo\nsize: huge\n{SIZES}"), "size: 'huge' is not one of small, large"),
+        (("name: demo", "name: demo\nsizes: {small: {bases: x}}"), "sizes.small: unknown key 'bases'"),
         (("reference: fp32", "reference: fp23"), "report.reference: 'fp23' is not an arm"),
         (("reference: fp32", "refrence: fp32"), "refrence"),
         (("name: demo", "name: ["), "demo.yaml"),
