@@ -128,8 +128,10 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
     if options.name is None:
         raise SweepError(f"name: missing in {options.config[0]}; it names the directory of the runs")
     here = Path(str(options.config[0].absolute)).parent
-    arms, arm_overrides = expand_grid(options.arms, options.arm_overrides, options.grid)
     size, suffix = _pick_size(options.sizes, options.size)
+    if wrong := [arm for arm in size.get("arms", {}) if arm not in options.arms]:
+        raise SweepError(f"sizes: arms has {wrong[0]!r}, but a size only replaces the files of an arm that there is")
+    arms, arm_overrides = expand_grid({**options.arms, **size.get("arms", {})}, options.arm_overrides, options.grid)
     experiment = Experiment(
         name=options.name + suffix,
         base=_paths(here, options.base) + _paths(here, size.get("base", [])),
@@ -150,8 +152,8 @@ def _pick_size(sizes: Mapping[str, Mapping[str, Any]], name: str | None) -> tupl
         SweepError: there is no such size, or it has an unknown key.
     """
     for key, size in sizes.items():
-        if wrong := sorted(set(size) - {"base", "overrides"}):
-            raise SweepError(f"sizes.{key}: unknown key {wrong[0]!r}; a size has base and overrides")
+        if wrong := sorted(set(size) - {"base", "overrides", "arms"}):
+            raise SweepError(f"sizes.{key}: unknown key {wrong[0]!r}; a size has base, overrides and arms")
     if name is None:
         return next(iter(sizes.values()), {}), ""
     if name not in sizes:

@@ -26,7 +26,9 @@ report: {reference: fp32}
 """
 
 
-SIZES = "sizes: {small: {base: ../proxy.yaml}, large: {base: [../large.yaml], overrides: {trainer.devices: 8}}}"
+SIZES = """sizes:
+  small: {base: ../proxy.yaml}
+  large: {base: [../large.yaml], overrides: {trainer.devices: 8}, arms: {guard: ../large.yaml}}"""
 
 
 @pytest.fixture
@@ -84,6 +86,9 @@ def test_sizes_lie_between_the_base_and_the_arm(config: Path, tmp_path: Path) ->
         assert experiment.name == name and [path.stem for path in experiment.base] == files
         assert experiment.overrides.get("trainer.devices") == (8 if name == "demo_large" else None)
         assert experiment.overrides["trainer.max_steps"] == 1500
+        assert [path.stem for path in experiment.arms["guard"]] == (
+            ["large"] if name == "demo_large" else ["fault", "guard"]
+        )
 
 
 def test_points_of_a_grid_that_share_a_name_are_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +134,7 @@ def test_dry_run_from_the_command_line(config: Path, tmp_path: Path, capsys: pyt
         (("name: demo", "name: demo\nsize: large"), "size: 'large' is not one of none"),
         (("name: demo", f"name: demo\nsize: huge\n{SIZES}"), "size: 'huge' is not one of small, large"),
         (("name: demo", "name: demo\nsizes: {small: {bases: x}}"), "sizes.small: unknown key 'bases'"),
+        (("name: demo", "name: demo\nsizes: {small: {arms: {gaurd: x}}}"), "sizes: arms has 'gaurd'"),
         (("reference: fp32", "reference: fp23"), "report.reference: 'fp23' is not an arm"),
         (("reference: fp32", "refrence: fp32"), "refrence"),
         (("name: demo", "name: ["), "demo.yaml"),
