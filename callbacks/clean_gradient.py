@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_qk.precision import FaultPrecision
+from lightning_qk.precision.clean_gradients import Request
 from lightning_qk.routes import route_parameters
 
 
 class CleanGradientCallback(Callback):
-    """Asks the plugin for the clean gradient of a route; subclasses read it in ``on_before_optimizer_step``.
+    """Asks the plugin for the clean gradient of a route.
+
+    Subclasses that change the gradient do so in ``on_before_optimizer_step``; those that only look, in :meth:`compare`,
+    which comes before, wherever the callback stands in ``trainer.callbacks``.
 
     Args:
         route: a route of :func:`lightning_qk.routes.route_parameters`.
@@ -41,7 +45,14 @@ class CleanGradientCallback(Callback):
             )
         route_parameters(pl_module, self.route, self.layers)
         if stage == "fit":
-            trainer.precision_plugin.clean.request(self.wanted)
+            trainer.precision_plugin.clean.request(Request(self.wanted, self.is_due, self.compare))
+
+    def is_due(self, step: int) -> bool:
+        """Whether the clean gradient of this optimizer step, counted from 1, is wanted; else none is made."""
+        return True
+
+    def compare(self, pl_module: LightningModule) -> None:
+        """Looks at both gradients of a step that is due, which are complete and as the plugin left them."""
 
     def wanted(self, pl_module: nn.Module) -> Iterable[nn.Parameter]:
         """The parameters whose clean gradient is asked for; the route's, unless a subclass wants more."""
@@ -58,7 +69,7 @@ class CleanGradientCallback(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.plugin(trainer).clean.remember(batch, pl_module.device)
+        self.plugin(trainer).clean.remember(batch, pl_module)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -34,8 +34,8 @@ class Limit(NamedTuple):
 class EarlyWarning(Callback):
     """Reads some quantities every ``every_n_steps`` optimizer steps and notes when each first stays over its limit.
 
-    Subclasses say what they read in :attr:`limits` and :meth:`read`. Every reading is logged as ``warning/<label>``. The
-    verdict gets, for every reading under ``warnings``: its threshold, ``alarm_step`` (the first of ``patience``
+    Subclasses say what they read in :attr:`limits` and :meth:`read`. Every reading is logged as ``warning/<label>``.
+    The verdict gets, for every reading under ``warnings``: its threshold, ``alarm_step`` (the first of ``patience``
     readings in a row beyond it; None if there was no alarm), its last value, and ``lead_steps``, the steps from the
     alarm to the collapse (negative: it came after; None where either is missing). A reading without a threshold is only
     logged. Whether an alarm means anything is for healthy runs to say: an alarm there is a false one.
@@ -82,7 +82,7 @@ class EarlyWarning(Callback):
     def read(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """The readings after an optimizer step, by name; the same on every rank. One that is not due is left out."""
 
-    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: B027
+    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before training: turns on what will be read.
 
         Raises:
@@ -103,10 +103,17 @@ class EarlyWarning(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._clock.stepped(trainer) and self.is_due(trainer.global_step):
-            self.note(self.read(trainer, pl_module), trainer.global_step)
-            values = {f"warning/{self.label(name)}": value for name, value in self._last.items()}
+            readings = self.read(trainer, pl_module)
+            self.note(readings, trainer.global_step)
+            self.write(trainer, {self.label(name): value for name, value in readings.items()})
+
+    @staticmethod
+    def write(trainer: Trainer, values: Mapping[str, float]) -> None:
+        """Logs values as ``warning/<name>``, at the optimizer step that has just been taken."""
+        if values:
+            tagged = {f"warning/{name}": value for name, value in values.items()}
             for logger in trainer.loggers:  # not through `log`, which would repeat a reading until the next
-                logger.log_metrics(values, step=trainer.global_step - 1)
+                logger.log_metrics(tagged, step=trainer.global_step - 1)
 
     def label(self, name: str) -> str:
         """What a reading is called in logs and in the verdict, where two monitors of a class must not share a name."""
@@ -118,7 +125,7 @@ class EarlyWarning(Callback):
 
     def note(self, readings: Mapping[str, float], step: int) -> None:
         """Takes in the readings after one optimizer step. Usable without a Trainer."""
-        self._last = dict(readings)
+        self._last |= readings
         for name, value in readings.items():
             crossed = step >= self.first_step and self._limits[name].crossed(value)
             self._streak[name] = self._streak[name] + 1 if crossed else 0

@@ -213,12 +213,18 @@ def _last_checkpoint(run_dir: Path, max_steps: int = -1) -> str | None:
     """
     newest_first = sorted((run_dir / "checkpoints").glob("*.ckpt"), key=lambda path: -path.stat().st_mtime_ns)
     last_first = sorted(newest_first, key=lambda path: not path.name.startswith("last"))
-    whole = (path for path in last_first if zipfile.is_zipfile(path))
+    whole = (path for path in last_first if zipfile.is_zipfile(_state_file(path)))
     return next((str(path) for path in whole if max_steps < 0 or _global_step(path) < max_steps), None)
 
 
 def _global_step(checkpoint: Path | str) -> int:
-    return torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)["global_step"]
+    return torch.load(_state_file(checkpoint), map_location="cpu", mmap=True, weights_only=True)["global_step"]
+
+
+def _state_file(checkpoint: Path | str) -> Path:
+    """Where the trainer's state is; of a sharded checkpoint, a directory, it is the file that is written last."""
+    path = Path(checkpoint)
+    return path / "meta.pt" if path.is_dir() else path
 
 
 def config_hash(options: Namespace) -> str:

@@ -174,7 +174,7 @@ class GPTModule(LightningModule):
         self._refuse_other_hyperparameters(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}))
         if self._trainer is None or not self.trainer.training:
             return
-        fired = switches_in(checkpoint["state_dict"])
+        fired = switches_in(checkpoint.get("state_dict") or self.state_dict())  # FSDP2 has loaded the weights itself
         owners = [c for c in self.trainer.callbacks if getattr(c, "controls_qk_norm", False)]  # type: ignore[attr-defined]
         if fired and not owners:
             raise ValueError(
