@@ -1,28 +1,40 @@
 """What watches or intervenes while a run goes."""
 
+from callbacks.bias_monitor import BiasMonitor
 from callbacks.collapse_stop import CollapseStop
+from callbacks.delta_spectrum_monitor import DeltaSpectrumMonitor
 from callbacks.direction_probe import DirectionProbe
 from callbacks.early_warning import EarlyWarning, Limit
 from callbacks.error_shaping import ErrorShaping
+from callbacks.head_spectrum_monitor import HeadSpectrumMonitor
+from callbacks.logit_bound_monitor import LogitBoundMonitor
 from callbacks.qk_guard import QKGuard
 from callbacks.random_state import RandomState
 from callbacks.resumed_validation import ResumedValidation
 from callbacks.route_splice import RouteSplice
 from callbacks.run_progress_bar import RunProgressBar
 from callbacks.run_recorder import RunRecorder
+from callbacks.spectral_alignment_monitor import SpectralAlignmentMonitor
 from callbacks.spectral_monitor import SpectralMonitor
+from callbacks.tied_row_monitor import TiedRowMonitor
 
 __all__ = [
+    "BiasMonitor",
     "CollapseStop",
+    "DeltaSpectrumMonitor",
     "DirectionProbe",
     "EarlyWarning",
     "ErrorShaping",
+    "HeadSpectrumMonitor",
     "Limit",
+    "LogitBoundMonitor",
     "QKGuard",
     "RandomState",
     "ResumedValidation",
     "RouteSplice",
     "RunProgressBar",
     "RunRecorder",
+    "SpectralAlignmentMonitor",
     "SpectralMonitor",
+    "TiedRowMonitor",
 ]

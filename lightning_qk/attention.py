@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import RoundingSites, streaming_attention
 from kernels.logit_bound import logit_cauchy_schwarz_bound
@@ -199,6 +200,14 @@ class SDPACore(AttentionCore):
         return self._kept().logit_bound_H()
 
 
+class FlashCore(SDPACore):
+    """SDPA by PyTorch's FlashAttention and nothing else: what cannot run on it is an error, not a slower kernel."""
+
+    def __call__(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return super().__call__(q_BHTD, k_BHTD, v_BHTD)
+
+
 class ModelCore(SDPACore):
     """Sensors of a model that calls its own attention function."""
 
@@ -244,6 +253,7 @@ class StreamingCore(AttentionCore):
         self.backend, self.heads, self.layer = backend, heads, layer
         self._max_logit_H: Tensor | None = None
         self._tied_rows_H: Tensor | None = None
+        self._rows = 0  # of that pass that see more than one key
 
     def __call__(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
         H = q_BHTD.shape[1]
@@ -262,6 +272,7 @@ class StreamingCore(AttentionCore):
             max_logit, tied_rows = (torch.cat([part[i] for part in parts])[order] for i in (1, 2))
         if self.switch.recording and torch.is_grad_enabled():
             self._max_logit_H, self._tied_rows_H = max_logit, tied_rows
+            self._rows = q_BHTD.shape[0] * (q_BHTD.shape[2] - 1)
             if self.keep_qk:
                 self._pass = Pass(q_BHTD, k_BHTD).detached()
         return out
@@ -284,3 +295,8 @@ class StreamingCore(AttentionCore):
         if self._tied_rows_H is None:
             raise self._unread()
         return self._tied_rows_H
+
+    @property
+    def tied_fraction_H(self) -> Tensor:
+        """float32 [H]: ``tied_rows_H`` over the rows that can tie, which are all but the first of each sequence."""
+        return self.tied_rows_H / max(1, self._rows)

@@ -7,10 +7,10 @@ import json
 import re
 import shlex
 from argparse import ArgumentError
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -46,6 +46,8 @@ class Experiment:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     arm_overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reference: str | None = None
+    bases: Mapping[str, str] = field(default_factory=dict)  # arms of a grid, to the arm of the YAML that they are of
+    twins: Mapping[str, str] = field(default_factory=dict)  # arms of a grid, to the reference at the same point
 
     def __post_init__(self) -> None:
         for key, names in (("name", [self.name]), ("arms", list(self.arms))):
@@ -66,9 +68,19 @@ class Experiment:
                 if not file.is_file():
                     raise SweepError(f"arm {arm}: no such file: {file}; paths are relative to the experiment's YAML")
 
-    def runs(self, root: Path) -> list[Run]:
-        """All runs, the first seed of every arm first."""
-        return [self._run(arm, seed, root) for seed in self.seeds for arm in self.arms]
+    def runs(self, root: Path, only: Sequence[str] | None = None) -> list[Run]:
+        """All runs, the first seed of every arm first; with `only`, those of some arms, or of all points of an arm.
+
+        Raises:
+            SweepError: an arm is not there.
+        """
+        names = {arm: {arm, self.bases.get(arm, arm)} for arm in self.arms}
+        known = dict.fromkeys([*self.bases.values(), *self.arms])
+        unknown = [arm for arm in only or () if arm not in known]
+        if unknown:
+            raise SweepError(f"only: {', '.join(unknown)}: not an arm; the arms are {', '.join(known)}")
+        arms = [arm for arm in self.arms if only is None or names[arm] & set(only)]
+        return [self._run(arm, seed, root) for seed in self.seeds for arm in arms]
 
     def _run(self, arm: str, seed: int, root: Path) -> Run:
         args = [part for file in (*self.base, *self.arms[arm]) for part in ("-c", str(file))]
@@ -104,10 +116,16 @@ def sweep_parser(description: str) -> ArgumentParser:
     parser.add_argument("--grid", type=dict[str, list[Any]], default={}, help="dotted key to values, for every arm")
     parser.add_argument("--report.reference", type=str | None, default=None, help="the arm to compare the others with")
     parser.add_argument("--report_after", type=bool, default=True, help="report at the end (short: --report false)")
+    parser.add_argument(
+        "--executor", type=Literal["local", "slurm", "submitit_local"], default="local", help="who runs"
+    )
+    parser.add_argument("--slurm", type=dict[str, Any], default={}, help="submitit's parameters: time, partition, ...")
     parser.add_argument("--jobs", type=int | None, default=None, help="runs at a time; default: one a GPU, else a core")
     parser.add_argument("--only", type=list[str] | str | None, default=None, help="arms to run, e.g. fp32,fault")
     parser.add_argument("--root", type=str, default="runs", help="directory of all experiments")
     parser.add_argument("--dry_run", action="store_true", help="print the commands and start nothing")
+    parser.add_argument("--detach", action="store_true", help="submit and return; not with the local executor")
+    parser.add_argument("--status", action="store_true", help="tell where all runs are and start nothing")
     return parser
 
 
@@ -131,7 +149,13 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
     size, suffix = _pick_size(options.sizes, options.size)
     if wrong := [arm for arm in size.get("arms", {}) if arm not in options.arms]:
         raise SweepError(f"sizes: arms has {wrong[0]!r}, but a size only replaces the files of an arm that there is")
-    arms, arm_overrides = expand_grid({**options.arms, **size.get("arms", {})}, options.arm_overrides, options.grid)
+    sized = size.get("arm_overrides", {})
+    arm_overrides = {arm: {**sized.get(arm, {}), **options.arm_overrides.get(arm, {})} for arm in options.arms}
+    arm_overrides |= {arm: {} for arm in (*sized, *options.arm_overrides) if arm not in arm_overrides}
+    arms, arm_overrides, bases = expand_grid({**options.arms, **size.get("arms", {})}, arm_overrides, options.grid)
+    reference, twins = options.report.reference, dict[str, str]()
+    if options.grid and reference in options.arms:
+        twins, reference = {arm: reference + arm.removeprefix(base) for arm, base in bases.items()}, None
     experiment = Experiment(
         name=options.name + suffix,
         base=_paths(here, options.base) + _paths(here, size.get("base", [])),
@@ -139,7 +163,9 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
         seeds=tuple(_seed(seed) for seed in _listed(options.seeds)),
         overrides={**size.get("overrides", {}), **options.overrides},
         arm_overrides=arm_overrides,
-        reference=options.report.reference,
+        reference=reference,
+        bases=bases,
+        twins=twins,
     )
     options.only = None if options.only is None else _listed(options.only)
     return options, experiment
@@ -152,8 +178,10 @@ def _pick_size(sizes: Mapping[str, Mapping[str, Any]], name: str | None) -> tupl
         SweepError: there is no such size, or it has an unknown key.
     """
     for key, size in sizes.items():
-        if wrong := sorted(set(size) - {"base", "overrides", "arms"}):
-            raise SweepError(f"sizes.{key}: unknown key {wrong[0]!r}; a size has base, overrides and arms")
+        if wrong := sorted(set(size) - {"base", "overrides", "arms", "arm_overrides"}):
+            raise SweepError(
+                f"sizes.{key}: unknown key {wrong[0]!r}; a size has base, overrides, arms and arm_overrides"
+            )
     if name is None:
         return next(iter(sizes.values()), {}), ""
     if name not in sizes:
@@ -163,8 +191,11 @@ def _pick_size(sizes: Mapping[str, Mapping[str, Any]], name: str | None) -> tupl
 
 def expand_grid(
     arms: Mapping[str, Any], arm_overrides: Mapping[str, Mapping[str, Any]], grid: Mapping[str, list[Any]]
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, str]]:
     """Every arm at every point of the grid, as arms of their own: ``fault`` becomes ``fault-lr_0.004``, and so on.
+
+    Returns:
+        By the new arm: its files, its overrides, and the arm that it comes from.
 
     Raises:
         SweepError: a key without values, a value twice, or overrides of an arm that is not there.
@@ -175,7 +206,7 @@ def expand_grid(
     unknown = [arm for arm in arm_overrides if arm not in arms]
     if unknown:
         raise SweepError(f"arm_overrides: {unknown[0]!r} is not an arm; the arms are {', '.join(arms)}")
-    files, overrides = {}, {}
+    files, overrides, bases = {}, {}, {}
     for arm in arms:
         for point in itertools.product(*grid.values()):
             setting = dict(zip(grid, point, strict=True))
@@ -183,7 +214,8 @@ def expand_grid(
             if name in files:
                 raise SweepError(f"grid: two points are called {name}; their keys end alike")
             files[name], overrides[name] = arms[arm], {**arm_overrides.get(arm, {}), **setting}
-    return files, overrides
+            bases[name] = arm
+    return files, overrides, bases
 
 
 def _in_name(value: Any) -> str:

@@ -14,7 +14,7 @@ from lightning_qk.experiment import parse_sweep
 CONFIGS = Path(__file__).parents[1] / "configs"
 ARMS = sorted((CONFIGS / "arms").glob("*.yaml"))
 EXPERIMENTS = sorted((CONFIGS / "experiments").glob("*.yaml"))
-MODELS = sorted([*(CONFIGS / "baselines").glob("*.yaml"), *(CONFIGS / "optimizers").glob("*.yaml")])
+MODELS = sorted([*(CONFIGS / "model").glob("*.yaml"), *(CONFIGS / "optimizers").glob("*.yaml")])
 HARDWARE = sorted((CONFIGS / "hardware").glob("*.yaml"))
 SIZES = sorted(path for path in CONFIGS.glob("*.yaml") if path.name != "base.yaml")
 ARM_KEYS = ("run.arm", "trainer.plugins.init_args.", "trainer.callbacks")
@@ -59,26 +59,22 @@ def test_there_is_something_to_check() -> None:
     assert {path.stem for path in SIZES} >= {"proxy"} and EXPERIMENTS
 
 
-@pytest.mark.parametrize("arm", ARMS, ids=stem)
 @pytest.mark.parametrize("size", SIZES, ids=stem)
-def test_every_arm_of_every_size_resolves(size: Path, arm: Path) -> None:
-    run = resolve_run(files(CONFIGS / "base.yaml", size, arm))
-    assert run.run_dir.parts[-2] == arm.stem
-    assert run.run_dir.parts[-1] == "seed_0"
-
-
-@pytest.mark.parametrize("size", SIZES, ids=stem)
-def test_no_two_arms_are_the_same_run(size: Path) -> None:
-    hashes = {arm.stem: resolve_run(files(CONFIGS / "base.yaml", size, arm)).config_hash for arm in ARMS}
-    assert len(set(hashes.values())) == len(ARMS)
+def test_every_arm_of_every_size_is_a_run_of_its_own(size: Path) -> None:
+    arms = ARMS if size.stem in ("proxy", "gpt2_small") else ARMS[::12]  # an arm does not depend on the size
+    resolved = {arm.stem: resolve_run(files(CONFIGS / "base.yaml", size, arm)) for arm in arms}
+    assert {name: run.run_dir.parts[-2:] for name, run in resolved.items()} == {
+        name: (name, "seed_0") for name in resolved
+    }
+    assert len({run.config_hash for run in resolved.values()}) == len(arms)
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=stem)
 def test_an_arm_changes_the_keys_of_arms_only(arm: Path) -> None:
     base = CONFIGS / "base.yaml", CONFIGS / "proxy.yaml"
     without, with_arm = merged(*base), merged(*base, arm)
-    assert without.keys() == with_arm.keys()
-    changed = {key for key in without if str(without[key]) != str(with_arm[key])}
+    every = without.keys() | with_arm.keys()  # a gradient fault has keys of its own, where without it there is a null
+    changed = {key for key in every if str(without.get(key)) != str(with_arm.get(key))}
     assert "run.arm" in changed
     assert not [key for key in changed if not key.startswith(ARM_KEYS)]
     before, after = (config["trainer.callbacks"] for config in (without, with_arm))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from callbacks import CollapseStop, QKGuard, SpectralMonitor
 from kernels import RoundingSites
-from lightning_qk.attention import SDPACore, StreamingCore
+from lightning_qk.attention import FlashCore, SDPACore, StreamingCore
 from lightning_qk.precision import BF16CarryAttention, FaultPrecision
 from lightning_qk.routes import attention_sites
 
@@ -155,12 +155,24 @@ def test_a_scope_outside_the_model_is_refused(tmp_path: Path, settings: dict[str
         ({"q_tile": 0}, "q_tile=0"),
         ({"base": "fp16"}, "base='fp16'"),
         ({"core": "sdpa"}, "core='sdpa' cannot round"),
+        ({"core": "flash"}, "core='flash' cannot round"),
+        ({"core": "eager", "sites": "fp32"}, "core='eager' is not one of streaming, sdpa, flash"),
         ({"core": "sdpa", "sites": "fp32", "overrides": {"lse": 7}}, "core='sdpa' cannot round"),
     ],
 )
 def test_argument_errors_name_the_argument(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         BF16CarryAttention(**settings)
+
+
+def test_flash_is_sdpa_or_an_error(tmp_path: Path) -> None:
+    runs = [fit(tmp_path, plugin=fault("fp32", None, core=core), max_steps=2)[0] for core in ("flash", "sdpa")]
+    assert_same(*map(weights, runs))  # on a CPU it is what SDPA picks
+    (core, *_) = (site.core for site in attention_sites(runs[0]))
+    assert isinstance(core, FlashCore)
+    q, v = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8, 6)
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="No available kernel"):
+        core(q, q, v)
 
 
 def test_arguments_become_sites_and_tiles() -> None:

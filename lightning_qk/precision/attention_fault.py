@@ -6,7 +6,9 @@ import dataclasses
 from typing import Literal
 
 from kernels import RoundingSites
-from lightning_qk.attention import AttentionCore, FaultSwitch, SDPACore, StreamingCore
+from lightning_qk.attention import AttentionCore, FaultSwitch, FlashCore, SDPACore, StreamingCore
+
+_STOCK = {"sdpa": SDPACore, "flash": FlashCore}
 
 
 @dataclasses.dataclass
@@ -23,7 +25,8 @@ class AttentionFault:
         layers: indices of the layers that carry the fault; None is all.
         heads: indices of the heads that carry it; None is all.
         clean_sites: preset of the reference pass, of validation and of layers and heads outside the scope.
-        core: ``streaming``, or ``sdpa`` for PyTorch's own attention (then no site may round).
+        core: ``streaming``, or PyTorch's own attention, in which no site rounds: ``sdpa``, by whichever kernel it picks,
+            or ``flash``, by FlashAttention or an error.
         backend: of :func:`kernels.streaming_attention`.
 
     Raises:
@@ -38,7 +41,7 @@ class AttentionFault:
     layers: list[int] | None = None
     heads: list[int] | None = None
     clean_sites: str = "fp32"
-    core: Literal["streaming", "sdpa"] = "streaming"
+    core: Literal["streaming", "sdpa", "flash"] = "streaming"
     backend: Literal["auto", "triton", "cpu", "reference"] = "auto"
 
     def __post_init__(self) -> None:
@@ -46,10 +49,12 @@ class AttentionFault:
         self.clean = RoundingSites.preset(self.clean_sites)
         if self.tile < 1 or (self.q_tile is not None and self.q_tile < 1):
             raise ValueError(f"attention: tile={self.tile} and q_tile={self.q_tile} must be at least 1.")
-        if self.core == "sdpa" and not self.faulty.is_exact:
-            raise ValueError("attention: core='sdpa' cannot round inside attention; set sites: fp32 and no carry.")
-        if self.core == "sdpa" and (self.layers is not None or self.heads is not None):
-            raise ValueError("attention: core='sdpa' carries no fault, so layers and heads have no meaning.")
+        if self.core not in ("streaming", *_STOCK):
+            raise ValueError(f"attention: core={self.core!r} is not one of streaming, {', '.join(_STOCK)}.")
+        if self.core in _STOCK and not self.faulty.is_exact:
+            raise ValueError(f"attention: core={self.core!r} cannot round inside attention; set sites: fp32, no carry.")
+        if self.core in _STOCK and (self.layers is not None or self.heads is not None):
+            raise ValueError(f"attention: core={self.core!r} carries no fault, so layers and heads have no meaning.")
 
     @property
     def is_faulty(self) -> bool:
@@ -66,8 +71,8 @@ class AttentionFault:
             wrong = [index for index in chosen or [] if not 0 <= index < count]
             if wrong:
                 raise ValueError(f"attention: {name}={chosen} but the model has {name} 0 to {count - 1}.")
-        if self.core == "sdpa":
-            return SDPACore()
+        if self.core in _STOCK:
+            return _STOCK[self.core]()
         inside = self.layers is None or layer in self.layers
         return StreamingCore(
             sites=self.faulty if inside else self.clean,

@@ -28,7 +28,7 @@ class BF16CarryAttention(FaultPrecision):
         layers: layers that carry the fault; None is all.
         heads: heads that carry it; None is all.
         clean_sites: preset of clean passes, and outside the scope.
-        core: ``streaming``, or ``sdpa`` for PyTorch's own attention.
+        core: ``streaming``, or PyTorch's own attention: ``sdpa``, or ``flash``.
         backend: of :func:`kernels.streaming_attention`.
         gradient: a fault of weight gradients besides.
         base: see :class:`FaultPrecision`, as the next two.
@@ -49,7 +49,7 @@ class BF16CarryAttention(FaultPrecision):
         layers: list[int] | None = None,
         heads: list[int] | None = None,
         clean_sites: str = "fp32",
-        core: Literal["streaming", "sdpa"] = "streaming",
+        core: Literal["streaming", "sdpa", "flash"] = "streaming",
         backend: Literal["auto", "triton", "cpu", "reference"] = "auto",
         gradient: GradientFault | None = None,
         base: Literal["bf16", "fp32"] = "bf16",
