@@ -16,7 +16,7 @@ _FIELDS = ("collapse_step", "guard_step", "loss", "min_loss", "sigma_q", "sigma_
 
 
 class RunRecorder(Callback):
-    """Collects ``verdict_fields()`` from every callback that has them.
+    """Collects ``verdict_fields()`` from the precision plugin and every callback that have them.
 
     The CLI fills in the arguments; the files go to ``trainer.default_root_dir``. Only rank zero writes.
 
@@ -123,9 +123,9 @@ class RunRecorder(Callback):
     def _fields(self, trainer: Trainer) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         warnings: dict[str, dict[str, Any]] = {}
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if hasattr(callback, "verdict_fields"):
-                fields |= callback.verdict_fields()
+        for part in (trainer.precision_plugin, *trainer.callbacks):  # type: ignore[attr-defined]
+            if hasattr(part, "verdict_fields"):
+                fields |= part.verdict_fields()
                 warnings |= fields.pop("warnings", {})  # of several monitors
         return fields | {"warnings": _with_lead(warnings, fields.get("collapse_step"))} if warnings else fields
 

@@ -16,6 +16,7 @@ from tiny import data, fault, fit, module
 
 from callbacks import CollapseStop, QKGuard, RunProgressBar, RunRecorder, SpectralMonitor
 from callbacks.run_recorder import _FIELDS
+from lightning_qk.precision import FaultPrecision, MXGradient
 from lightning_qk.verdict import read_verdict, versions, write_json_atomic
 
 ALL = {
@@ -202,6 +203,13 @@ def test_events_are_on_disk_before_a_checkpoint_is(tmp_path: Path) -> None:
     assert logger.flushed == 4
     recorder.on_validation_start(run, None)  # type: ignore[arg-type]
     assert logger.flushed == 4
+
+
+def test_an_amplified_error_is_in_the_verdict(tmp_path: Path) -> None:
+    for name, plugin in (("gain", MXGradient(error_gain=16.0, base="fp32")), ("none", FaultPrecision(base="fp32"))):
+        fit(tmp_path / name, [recorder()], plugin, max_steps=1)
+    assert read_verdict(tmp_path / "gain")["error_gain"] == 16.0  # type: ignore[index]
+    assert "error_gain" not in read_verdict(tmp_path / "none")  # type: ignore[operator]
 
 
 # the file itself

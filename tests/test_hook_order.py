@@ -9,15 +9,28 @@ import pytest
 import torch
 from tiny import data, fault, module, trainer
 
-from callbacks import CollapseStop, DirectionProbe, ErrorShaping, QKGuard, RouteSplice, SpectralMonitor
+from callbacks import (
+    BiasMonitor,
+    CollapseStop,
+    DeltaSpectrumMonitor,
+    DirectionProbe,
+    ErrorShaping,
+    HeadSpectrumMonitor,
+    LogitBoundMonitor,
+    QKGuard,
+    RouteSplice,
+    SpectralAlignmentMonitor,
+    SpectralMonitor,
+    TiedRowMonitor,
+)
 from callbacks.random_state import RandomState
 from callbacks.run_recorder import RunRecorder
 from lightning_qk.precision import GradientFault
 from lightning_qk.routes import attention_sites
 
 MICRO = ["forward(faulty)", "backward(faulty)", "forward(clean)", "backward(clean)"]
-STEP = ["gradient fault", "splice", "shape", "clip", "step", "probe", "spectra", "guard decides", "collapse judges"]
-WATCHERS = 3  # the last of a step, which YAML may list in any order
+STEP = ["gradient fault", "error read", "splice", "shape", "clip", "step", "probe", "spectra", "guard decides", "collapse judges", *["warnings"] * 6]
+WATCHERS = slice(7, 10)  # which YAML may list in any order
 
 
 def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accumulate: int, order: list[int]) -> list[str]:
@@ -56,6 +69,14 @@ def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accumulate: int, ord
     monkeypatch.setattr(torch.Tensor, "backward", traced_backward)
     monitor, stop, guard, splice = SpectralMonitor(1), CollapseStop(), QKGuard(1e9), RouteSplice("qk")
     shaping, probe = ErrorShaping("random_signs", route="v"), DirectionProbe()
+    bias = BiasMonitor("qk", every_n_steps=1)
+    warnings = [
+        *(TiedRowMonitor(1), HeadSpectrumMonitor(every_n_steps=1), LogitBoundMonitor(every_n_steps=1)),
+        *(DeltaSpectrumMonitor(every_n_steps=1), SpectralAlignmentMonitor(every_n_steps=1), bias),
+    ]
+    watch(bias, "compare", "error read")
+    for warning in warnings:
+        watch(warning, "note", "warnings")
     watch(plugin.gradient, "perturb", "gradient fault")
     watch(splice, "on_before_optimizer_step", "splice", before=False)
     watch(shaping, "on_before_optimizer_step", "shape", before=False)
@@ -73,7 +94,8 @@ def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accumulate: int, ord
 
     monkeypatch.setattr(model, "configure_optimizers", traced_optimizers)
     watching = [monitor, guard, stop]
-    callbacks = [RandomState(), RunRecorder(), splice, shaping, probe, *(watching[i] for i in order)]
+    interventions = splice, shaping, probe
+    callbacks = [RandomState(), RunRecorder(), *interventions, *(watching[i] for i in order), *warnings]
     trainer(tmp_path, callbacks, plugin, max_steps=2, accumulate_grad_batches=accumulate).fit(model, data())
     assert all(not site.qk_norm_on for site in attention_sites(model))
     return trace
@@ -88,7 +110,9 @@ def test_the_order_of_interventions_does_not_depend_on_the_yaml(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     trace = traced(monkeypatch, tmp_path, 1, [2, 1, 0])
-    assert trace == [*MICRO, *STEP[:-WATCHERS], *reversed(STEP[-WATCHERS:])] * 2
+    assert len(STEP[WATCHERS]) == 3
+    turned = [*STEP[: WATCHERS.start], *reversed(STEP[WATCHERS]), *STEP[WATCHERS.stop :]]
+    assert trace == [*MICRO, *turned] * 2
 
 
 def test_the_guard_acts_from_the_step_after_its_decision(tmp_path: Path) -> None:

@@ -68,6 +68,10 @@ class FaultPrecision(Precision):
         in_product = self.gradient is not None and self.gradient.where == "product"
         return in_product or (self.attention is not None and self.attention.is_faulty)
 
+    def verdict_fields(self) -> dict[str, Any]:
+        """What the run's verdict takes from here: tables say so where an error was amplified."""
+        return {} if self.gradient is None else {"error_gain": self.gradient.error_gain}
+
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         # in place and idempotent: DDP discards the return value, and fit, validate and test each call it
