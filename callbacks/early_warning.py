@@ -140,6 +140,7 @@ class EarlyWarning(Callback):
             "warnings": {
                 self.label(name): {
                     "threshold": limit.value,
+                    "below": limit.below,
                     "alarm_step": self._alarms.get(name),
                     "last": self._last.get(name),
                 }

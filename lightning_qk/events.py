@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from lightning_qk.event_file import EventFile, read_event_file
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -33,7 +34,16 @@ class Series:
         return Series(self.steps[keep], self.values[keep])
 
 
+Scalars = Mapping[Path, Mapping[str, Series]]
+"""What each run logged, by run directory and tag."""
+
+
 def read_scalars(run_dir: Path, tags: Collection[str] | None = None) -> dict[str, Series]:
+    """The first half of `read_history`."""
+    return read_history(run_dir, tags)[0]
+
+
+def read_history(run_dir: Path, tags: Collection[str] | None = None) -> tuple[dict[str, Series], list[str]]:
     """Read the scalars that a run logged, as one history over all its resumes.
 
     The files of a resumed run overlap. The last value written at a step wins, and a session that announces its first
@@ -45,50 +55,29 @@ def read_scalars(run_dir: Path, tags: Collection[str] | None = None) -> dict[str
         tags: Tags to keep; all scalars by default.
 
     Returns:
-        A series for each tag that was found.
+        A series for each tag that was found, and what was wrong with the files.
     """
-    history: dict[str, dict[int, float]] = {}
-    for path in _event_files(run_dir):
-        for event in _load(path):
-            if event.HasField("session_log") and event.session_log.status == event.session_log.START:
-                for points in history.values():
-                    for step in [step for step in points if step >= event.step]:
-                        del points[step]
-            for value in event.summary.value:
-                if (tags is None or value.tag in tags) and (number := _scalar(value)) is not None:
-                    history.setdefault(value.tag, {})[event.step] = number
-    return {tag: _series(points) for tag, points in history.items() if points}
+    found = [(read_event_file(path, tags), path) for path in sorted(run_dir.glob("events.out.tfevents.*"))]
+    # by the time of their first record, since names only hold seconds
+    files = sorted(((file, path) for file, path in found if file is not None), key=lambda pair: pair[0].wall_time)
+    problems = [f"{path.name} has {file.problem}; what comes before was read" for file, path in files if file.problem]
+    names = dict.fromkeys(tag for file, _ in files for tag in file.points)
+    history = {tag: _join([file for file, _ in files], tag) for tag in names}
+    return {tag: series for tag, series in history.items() if len(series)}, problems
 
 
-def _series(points: dict[int, float]) -> Series:
-    steps = sorted(points)
-    return Series(np.array(steps, dtype=np.float64), np.array([points[step] for step in steps], dtype=np.float64))
-
-
-def _event_files(run_dir: Path) -> list[Path]:
-    """Event files in the order they were begun: by the time of their first record, since names only hold seconds."""
-    started = []
-    for path in sorted(run_dir.glob("events.out.tfevents.*")):
-        first = next(_load(path), None)
-        if first is not None:  # a run killed before its first flush leaves an empty file
-            started.append((first.wall_time, path))
-    return [path for _, path in sorted(started)]
-
-
-def _load(path: Path) -> Iterator[Any]:
-    """Events of one file; the loader stops without an error at a truncated record."""
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-
-    return LegacyEventFileLoader(str(path)).Load()
-
-
-def _scalar(value: Any) -> float | None:
-    """The number in a summary value: `simple_value` as torch writes it, or a scalar tensor as TensorFlow 2 does."""
-    kind = value.WhichOneof("value")
-    if kind == "simple_value":
-        return float(value.simple_value)
-    if kind == "tensor" and value.metadata.plugin_data.plugin_name == "scalars":
-        from tensorboard.util.tensor_util import make_ndarray
-
-        return float(make_ndarray(value.tensor).item())
-    return None
+def _join(files: Sequence[EventFile], tag: str) -> Series:
+    """One tag over all files, each of which begins where the one before it ended."""
+    none = np.empty(0, dtype=np.int64)
+    steps, values = none, np.empty(0)
+    for file in files:
+        number, step, value = file.points.get(tag, (none, none, np.empty(0)))
+        number = np.concatenate([np.full(len(steps), -1), number])  # what came before this file
+        steps, values = np.concatenate([steps, step]), np.concatenate([values, value])
+        for begun, first_step in file.starts:
+            keep = (number > begun) | (steps < first_step)
+            number, steps, values = number[keep], steps[keep], values[keep]
+    order = np.argsort(steps, kind="stable")
+    steps, values = steps[order], values[order]
+    last = np.append(steps[1:] != steps[:-1], True)[: len(steps)]
+    return Series(steps[last].astype(np.float64), values[last])

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_qk.events import Series
+from lightning_qk.events import Scalars, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from lightning_qk.runs import Arm, Run
-    from lightning_qk.tables import Scalars
 
 TAGS = ("loss/train", "sigma/q", "logit/max")
 SMOOTH = 5
 """Logged points in the trailing mean of the loss, once a run has 100 of them."""
+LINE = 12.5
+"""Points from one name beside the curves to the next."""
+THIN = 0.03
+"""Inches of a bar below which no hatch can be seen."""
+MANY = 8
+"""Seeds above which an arm's thin lines are pixels in the SVG too, which would grow to hundreds of megabytes."""
 
-# Okabe-Ito, told apart by colour-blind readers; the healthy twin is drawn in the ink colour.
-PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7A0177", "#8A8F96")
+# Okabe-Ito less its yellow, with a brown and a purple: colour-blind readers tell them apart; healthy twins are in ink.
+PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5B3A00", "#7A0177")
+DASHES = ("-", "--", "-.", ":")
 INK, MUTED, GRID = "#22262B", "#6B7178", "#E7E9EC"
 STYLE: Any = {  # matplotlib's own type spells out every key
     "font.family": "sans-serif",
@@ -51,56 +57,74 @@ MARKERS: dict[str, dict[str, Any]] = {
 }
 
 
-def draw(arms: Sequence[Arm], reference: Arm | None, scalars: Scalars, out: Path) -> None:
+def draw(arms: Sequence[Arm], healthy: Collection[str], scalars: Scalars, out: Path) -> None:
     """Write `figure.png` and `figure.svg`.
 
     Args:
         arms: Arms in the order in which they are listed.
-        reference: The healthy twin, drawn in black, or None.
+        healthy: Names of the healthy twins among them, drawn in black.
         scalars: What each run logged, by run directory and tag.
         out: Directory to write to; both files are replaced atomically.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    rest = [arm for arm in arms if arm is not reference]
-    colours = {arm.name: PALETTE[index % len(PALETTE)] for index, arm in enumerate(rest)}
-    if reference is not None:
-        colours[reference.name] = INK
+    styles = line_styles(arms, healthy)
+    # the twins last and thinner, so that they show where arms lie on each other
+    order = sorted(arms, key=lambda arm: arm.name in healthy)
     with matplotlib.rc_context(STYLE):
         # A bare Figure draws with Agg and leaves the user's pyplot backend alone.
         strip = sum(_row_height(arm) for arm in arms)
-        figure = Figure(figsize=(9, 6.65 + strip), dpi=200, facecolor="white")
-        panels = _panels(figure, strip, max(len(arm.name) for arm in arms))
+        inches = [max(2.15, LINE * len(arms) / 72 + 0.1), 1.25, 1.25, strip]
+        figure = Figure(figsize=(9, 2.0 + sum(inches)), dpi=200, facecolor="white")
+        panels = _panels(figure, inches, max(len(arm.name) for arm in arms))
         ceiling = _ceiling(arms, scalars)
         lines = {tag: {path: _line(scalars[path], tag, ceiling) for path in scalars} for tag in TAGS}
         for axes, tag in zip(panels, TAGS, strict=False):
-            for index, arm in enumerate(rest):
-                dash = "-" if index < len(PALETTE) else "--"
-                style = {"color": colours[arm.name], "linestyle": dash, "linewidth": 2.1}
-                _curves(axes, arm, [lines[tag][run.path] for run in arm.runs], style)
-            if reference is not None:  # last and thinner, so that the twin shows where arms lie on each other
-                style = {"color": INK, "linewidth": 1.5}
-                _curves(axes, reference, [lines[tag][run.path] for run in reference.runs], style)
+            for arm in order:
+                _curves(axes, arm, [lines[tag][run.path] for run in arm.runs], styles[arm.name])
         _finish_panels(figure, panels, arms, scalars, ceiling)
+        colours = {name: style["color"] for name, style in styles.items()}
         _name_curves(panels[0], arms, colours, lines["loss/train"])
         _outcomes(panels[3], arms, colours, scalars)
-        for suffix in ("png", "svg"):
-            temporary = out / f".figure.tmp.{suffix}"
-            figure.savefig(temporary)
-            os.replace(temporary, out / f"figure.{suffix}")
+        save(figure, out / "figure")
+
+
+def line_styles(arms: Sequence[Arm], healthy: Collection[str]) -> dict[str, dict[str, Any]]:
+    """How each arm's line is drawn: colours in turn, then again with other dashes; the healthy twins in ink."""
+    styles: dict[str, dict[str, Any]] = {}
+    for group, colours, width in (
+        ([arm for arm in arms if arm.name not in healthy], PALETTE, 2.1),
+        ([arm for arm in arms if arm.name in healthy], (INK,), 1.5),
+    ):
+        for index, arm in enumerate(group):
+            dash = DASHES[index // len(colours) % len(DASHES)]
+            styles[arm.name] = {"color": colours[index % len(colours)], "linestyle": dash, "linewidth": width}
+    return styles
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG and SVG; a reader finds the old file or the new."""
+    for suffix in ("png", "svg"):
+        temporary = path.with_name(f".{path.name}.tmp.{suffix}")
+        figure.savefig(temporary)
+        os.replace(temporary, path.with_name(f"{path.name}.{suffix}"))
 
 
 def _row_height(arm: Arm) -> float:
-    """Inches of an arm's row in the outcome strip: room for the name, and for one bar a seed."""
-    return max(0.25, 0.07 * len(arm.runs) + 0.06)
+    """Inches of an arm's row in the outcome strip: room for the name, and for one bar a seed, however thin."""
+    return min(0.7, max(0.25, 0.07 * len(arm.runs) + 0.06))
 
 
-def _panels(figure: Figure, strip: float, longest_name: int) -> list[Axes]:
+def _bar(arm: Arm) -> float:
+    """Inches from one seed's bar to the next."""
+    return min(0.15, (_row_height(arm) - 0.07) / len(arm.runs))
+
+
+def _panels(figure: Figure, inches: Sequence[float], longest_name: int) -> list[Axes]:
     """Four axes over one step axis; the right margin is left free for names."""
     height = figure.get_figheight()
     margin = min(3.2, 0.95 + 0.075 * longest_name)
-    inches = [2.15, 1.25, 1.25, strip]
     gap = (height - 0.62 - 0.45 - sum(inches)) / 3
     grid = figure.add_gridspec(4, 1, height_ratios=inches)
     top, bottom = 1 - 0.62 / height, 0.45 / height
@@ -153,8 +177,9 @@ def _curves(axes: Axes, arm: Arm, lines: Sequence[Series], style: dict[str, Any]
     """One arm in one panel: seeds, their median, and where the guard fired and the loss collapsed."""
     drawn = [(run, line) for run, line in zip(arm.runs, lines, strict=True) if len(line)]
     many = len(drawn) > 1
+    thin = {**style, "linewidth": 0.8, "alpha": 0.5, "rasterized": len(drawn) > MANY} if many else style
     for _, line in drawn:
-        axes.plot(line.steps, line.values, **{**style, **({"linewidth": 0.8, "alpha": 0.5} if many else {})})
+        axes.plot(line.steps, line.values, **thin)
     if many:
         median = _median([line for _, line in drawn])
         axes.plot(median.steps, median.values, **style)
@@ -177,11 +202,12 @@ def _finish_panels(
     seeds = "; thin: seeds, bold: their median while all run" if any(len(arm.runs) > 1 for arm in arms) else ""
     cut = f", cut at {ceiling:.1f}" if np.isfinite(ceiling) else ""
     open_ended = not all(run.counted for arm in arms for run in arm.runs)
+    collapsed = "; hatched or pale: collapsed" if any(_bar(arm) < THIN for arm in arms) else "; hatched: collapsed"
     titles = (
         ("Training loss", f"nat{smoothed}{cut}{seeds}"),
         ("Query weight  $\\sigma(W_Q)$", "largest singular value, log scale"),
         ("Max attention logit", "log scale"),
-        ("Outcome", "how far each seed trained; hatched: collapsed" + (", dotted: not counted" if open_ended else "")),
+        ("Outcome", "how far each seed trained" + collapsed + (", dotted: not counted" if open_ended else "")),
     )
     for axes, (title, note) in zip(panels, titles, strict=True):
         text = axes.annotate(
@@ -228,7 +254,7 @@ def _name_curves(axes: Axes, arms: Sequence[Arm], colours: Mapping[str, str], lo
     (low, high), last = axes.get_ylim(), axes.get_xlim()[1]
     points = axes.get_window_extent().height / axes.figure.dpi * 72
     heights = [(value - low) / (high - low) for _, _, value in ends]
-    places = _spread([height * points for height in heights], gap=12.5, height=points)
+    places = _spread([height * points for height in heights], gap=LINE, height=points)
     for (name, step, _), height, place in zip(ends, heights, places, strict=True):
         colour, y = colours[name], place / points
         leader: dict[str, Any] = {"color": colour, "linewidth": 0.8, "alpha": 0.7, "linestyle": ":", "clip_on": False}
@@ -255,8 +281,7 @@ def _outcomes(axes: Axes, arms: Sequence[Arm], colours: dict[str, str], scalars:
     """One row an arm, one bar a seed: solid where healthy, hatched where collapsed, an outline where not counted."""
     top = 0.0
     for arm in arms:
-        colour, height = colours[arm.name], _row_height(arm)
-        bar = min(0.15, (height - 0.07) / len(arm.runs))
+        colour, height, bar = colours[arm.name], _row_height(arm), _bar(arm)
         for index, run in enumerate(arm.runs):
             y = top + height / 2 + bar * (index + 0.5 - len(arm.runs) / 2)
             _outcome_bar(axes, run, y, bar * (0.8 if len(arm.runs) > 1 else 1.0), colour, scalars)
@@ -285,10 +310,15 @@ def _outcome_bar(axes: Axes, run: Run, y: float, height: float, colour: str, sca
     reached = _reached(run, scalars)
     if not run.counted:
         axes.barh(y, reached, height, facecolor="none", edgecolor=colour, linewidth=0.8, linestyle=":")
+    elif run.collapsed and height < 0.8 * THIN:
+        axes.barh(y, reached, height, facecolor=colour, linewidth=0, alpha=0.25)
     elif run.collapsed:
         axes.barh(y, reached, height, facecolor="white", edgecolor=colour, linewidth=0.8, hatch="//////")
     else:
-        axes.barh(y, reached, height, facecolor=colour, edgecolor=colour, linewidth=0.8, alpha=0.8)
+        edge = 0.8 if height >= 0.8 * THIN else 0.0
+        axes.barh(y, reached, height, facecolor=colour, edgecolor=colour, linewidth=edge, alpha=0.8)
     for key, marker in MARKERS.items():
         if (step := run.number(key)) is not None:
-            axes.plot([step], [y], color=INK, linestyle="", zorder=5, clip_on=False, **{**marker, "markersize": 6.5})
+            size = min(6.5, 80 * height)  # of one seed's bar, in points
+            small = {**marker, "markersize": size, "markeredgewidth": min(0.9, size / 7)}
+            axes.plot([step], [y], color=INK, linestyle="", zorder=5, clip_on=False, **small)

@@ -1,23 +1,200 @@
 """`python -m lightning_qk report`: what the runs of an experiment came to, arm by arm.
 
-The report reads run directories only, never configurations. It prints a table and writes `report.md` (the same
-tables), `report.csv` (one row a run) and `figure.png`/`figure.svg`. A run without a verdict is named as unfinished and
-never counted.
+The report reads run directories only, never configurations. It prints its tables and writes them as `report.md` and
+`report.tex`; the numbers as `report.csv` (one row a run) and `arms.csv` (one row an arm); the curves as `figure.png`
+and `figure.svg`, survival as `survival.png` and `survival.svg`; and the directory `aggregate/` for TensorBoard. A run
+without a verdict is named as unfinished and never counted; what is missing, broken or not finite is named too.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from argparse import ArgumentError
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from jsonargparse import ArgumentParser
 
-from lightning_qk.events import read_scalars
-from lightning_qk.runs import find_runs, group_arms, pick_reference
-from lightning_qk.tables import as_csv, as_json, report_text
+from lightning_qk import crash_rule
+from lightning_qk.alarms import PREFIX, alarm_tables, readings
+from lightning_qk.crash_rule import Judged, judge_all, rule_table
+from lightning_qk.events import Scalars, read_history
+from lightning_qk.figures import TAGS
+from lightning_qk.outcomes import (
+    arm_numbers,
+    arm_row,
+    comparison_table,
+    comparisons,
+    run_numbers,
+    runaway_row,
+    survival_row,
+)
+from lightning_qk.runs import Arm, Run, find_runs, group_arms, pick_opponents, pick_twins
+from lightning_qk.tables import Table, as_csv, as_latex, as_text
+
+NAMED = 8
+"""Runs that a remark names before it only counts."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that the outputs are made of.
+
+    Attributes:
+        title: Names of the experiments.
+        arms: Arms in the order in which they are listed.
+        twins: The healthy twin of an arm, by name.
+        scalars: What each run logged, by run directory and tag.
+        judged: The runs under every crash rule.
+        compared: Every arm against its `twin`, and `against` the second arm if one was named, by arm.
+        problems: Runs by what is wrong with them.
+    """
+
+    title: str
+    arms: Sequence[Arm]
+    twins: Mapping[str, Arm]
+    scalars: Scalars
+    judged: Judged
+    compared: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    problems: Mapping[str, Sequence[str]]
+
+    @property
+    def counted(self) -> list[Arm]:
+        return [arm for arm in self.arms if arm.n]
+
+    @property
+    def healthy(self) -> set[str]:
+        """Names of the arms that are twins."""
+        return {twin.name for twin in self.twins.values()}
+
+
+def gather(runs: Sequence[Run], reference: str | None = None, against: str | None = None) -> Report:
+    """Read what the runs logged, judge them and compare the arms."""
+    arms = group_arms(runs)
+    twins = pick_twins(arms, reference)
+    sides = {"twin": twins} | ({"against": pick_opponents(arms, twins, against)} if against else {})
+    tags = {*TAGS, crash_rule.TAG, *(PREFIX + name for name in readings(arms))}
+    histories = {run.path: read_history(run.path, tags) for run in runs}
+    problems: dict[str, list[str]] = defaultdict(list)
+    for arm in arms:
+        for run in arm.runs:
+            for problem in (*histories[run.path][1], *_problems(run, histories[run.path][0])):
+                problems[problem].append(f"{arm.name}/seed_{run.seed}")
+        if arm.n and arm.name in twins and not twins[arm.name].n:
+            problems[f"not compared: {twins[arm.name].name} has no run that counts"].append(arm.name)
+    scalars = {path: history for path, (history, _) in histories.items()}
+    return Report(
+        title=", ".join(sorted({run.path.parent.parent.name for run in runs})),
+        arms=arms,
+        twins=twins,
+        scalars=scalars,
+        judged=judge_all(arms, scalars),
+        compared={side: comparisons(arms, others) for side, others in sides.items()},
+        problems=problems,
+    )
+
+
+def _problems(run: Run, scalars: Mapping[str, Any]) -> Iterator[str]:
+    """What is missing in a run, or not finite."""
+    if not run.counted:
+        error = str((run.verdict or {}).get("error") or "").strip()
+        yield f"not counted: {run.state}" + (f" ({error.splitlines()[-1]})" if error else "")
+    if not scalars:
+        yield "no scalars in its event files"
+    for tag in (*TAGS, crash_rule.TAG):
+        if scalars and tag not in scalars:
+            yield f"did not log {tag}"
+    for name in run.warnings:
+        if run.counted and PREFIX + name not in scalars:
+            yield f"did not log {PREFIX}{name}"
+    for tag, series in scalars.items():
+        if wrong := len(series) - len(series.finite()):
+            yield f"{wrong} of {len(series)} values of {tag} are not finite"
+    for key in ("step", "max_steps", "loss", *(["collapse_step"] if run.collapsed else [])):
+        value = run.number(key)
+        if run.counted and value is None:
+            yield f"verdict without {key}" + ("; its last step stands in" if key == "collapse_step" else "")
+        elif run.counted and value is not None and not np.isfinite(value):
+            yield f"verdict: {key} is {value}"
+
+
+def tables(report: Report) -> list[Table]:
+    """Outcome, survival, comparisons, other crash rules, logits and early warnings, where there is anything to show."""
+    compared = report.compared
+    names = sorted(report.healthy)
+    found = [
+        Table(
+            "Outcome",
+            [arm_row(arm) for arm in report.arms],
+            "Wilson 95 % intervals. Over seeds: mean loss, largest peak logit, median of the rest, [min..max].",
+        ),
+        Table(
+            "Survival",
+            [survival_row(arm) for arm in report.counted] if any(arm.k for arm in report.arms) else [],
+            "Kaplan-Meier: the fraction not collapsed at the arm's last step, with Greenwood's 95 % interval on the "
+            "log(-log) scale, which is not defined at 0 and 1; runs that ended healthy are censored at their last.",
+        ),
+        comparison_table(f"Against {names[0] if len(names) == 1 else 'the healthy twin'}", compared["twin"]),
+        comparison_table(f"Against {_opponent(compared)}", compared.get("against", {})),
+        rule_table(report.arms, report.judged),
+        Table(
+            "Logits ran away",
+            [runaway_row(arm) for arm in report.counted if arm.values("max_logit_peak")],
+            "By the largest one of the run, as it was sampled; Wilson 95 % intervals.",
+        ),
+        *alarm_tables(report.arms, report.twins, report.scalars),
+    ]
+    return [table for table in found if table.rows]
+
+
+def _opponent(compared: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    others = {item["other"] for item in compared.get("against", {}).values()}
+    return others.pop() if len(others) == 1 else "the second arm"
+
+
+def remarks(report: Report) -> str:
+    """What is wrong with which runs, one line each."""
+    return "".join(
+        f"{problem}: {', '.join(names[:NAMED])}{f' and {len(names) - NAMED} more' if len(names) > NAMED else ''}\n"
+        for problem, names in report.problems.items()
+    )
+
+
+def numbers(report: Report) -> list[dict[str, Any]]:
+    """One row an arm."""
+    return [
+        arm_numbers(
+            arm, report.judged, {side: rows[arm.name] for side, rows in report.compared.items() if arm.name in rows}
+        )
+        for arm in report.arms
+    ]
+
+
+def as_json(report: Report) -> str:
+    """The arms' numbers, every verdict as it was written, and what is wrong."""
+
+    def verdict(run: Run) -> dict[str, Any]:
+        return {**(run.verdict or {}), "status": run.state, "seed": run.seed, "path": str(run.path)}
+
+    rows = zip(report.arms, numbers(report), strict=True)
+    arms = [row | {"runs": [verdict(run) for run in arm.runs]} for arm, row in rows]
+    content = {"healthy": sorted(report.healthy), "arms": arms, "problems": report.problems}
+    return json.dumps(_encode(content), indent=2, allow_nan=False)
+
+
+def _encode(value: Any) -> Any:
+    """What is not finite as "nan", "inf" and "-inf", as verdicts have it."""
+    if isinstance(value, Mapping):
+        return {key: _encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(item) for item in value]
+    return str(float(value)) if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def write_text_atomic(path: Path, text: str) -> None:
@@ -27,37 +204,54 @@ def write_text_atomic(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def write(report: Report, out: Path) -> None:
+    """Write every output into a directory."""
+    from lightning_qk.figures import draw
+    from lightning_qk.survival_figure import draw_survival
+    from lightning_qk.tensorboard_export import export, place
+
+    place(out)  # refuses before anything is written
+    out.mkdir(parents=True, exist_ok=True)
+    draw(report.arms, report.healthy, report.scalars, out)
+    figures = [out / "figure.png"]
+    if report.counted:
+        draw_survival(report.counted, report.twins, report.healthy, out)
+        figures.append(out / "survival.png")
+    export(report.arms, report.scalars, figures, out)
+    content = tables(report)
+    images = "\n\n".join(f"![{path.stem} of {report.title}]({path.name})" for path in figures)
+    parts = [f"# {report.title}", images, as_text(content, markdown=True)]
+    if report.problems:
+        parts += ["## Remarks", "\n".join(f"- {line}" for line in remarks(report).splitlines())]
+    write_text_atomic(out / "report.md", "\n\n".join(parts) + "\n")
+    write_text_atomic(out / "report.tex", as_latex(content))
+    rows = [run_numbers(arm, run, report.judged) for arm in report.arms for run in arm.runs]
+    write_text_atomic(out / "report.csv", as_csv(rows))
+    write_text_atomic(out / "arms.csv", as_csv(numbers(report)))
+
+
 def make_report(
-    directories: Sequence[Path], out: Path | None = None, reference: str | None = None
-) -> tuple[str, str, Path]:
-    """Read the runs and write `report.md`, `report.csv`, `figure.png` and `figure.svg`.
+    directories: Sequence[Path], out: Path | None = None, reference: str | None = None, against: str | None = None
+) -> tuple[Report, Path]:
+    """Read the runs and write every output.
 
     Args:
         directories: Experiment, arm or run directories.
         out: Where to write; the experiment's directory by default.
-        reference: The arm that the others are compared with.
+        reference: The arm that the others are compared with, in place of the twins that the sweep named.
+        against: A second arm to compare them with.
 
     Returns:
-        The text for the terminal, the same as JSON, and the path of the figure.
+        The report and the directory that it was written to.
     """
-    from lightning_qk.figures import TAGS, draw
-
     runs = find_runs(directories)
     experiments = {run.path.parent.parent for run in runs}
     if out is None and len(experiments) > 1:
         raise ValueError(f"{len(experiments)} experiments in one report: say where to write it with --out DIR")
     out = out if out is not None else experiments.pop()
-    arms = group_arms(runs)
-    twin = pick_reference(arms, reference)
-    scalars = {run.path: read_scalars(run.path, (*TAGS, "collapse/excess")) for run in runs}
-
-    out.mkdir(parents=True, exist_ok=True)
-    draw(arms, twin, scalars, out)
-    title = ", ".join(sorted({run.path.parent.parent.name for run in runs}))
-    body = report_text(arms, twin, scalars, markdown=True)
-    write_text_atomic(out / "report.md", f"# {title}\n\n![{title}](figure.png)\n\n{body}")
-    write_text_atomic(out / "report.csv", as_csv(arms))
-    return report_text(arms, twin, scalars), as_json(arms, twin), out / "figure.png"
+    report = gather(runs, reference, against)
+    write(report, out)
+    return report, out
 
 
 def main(args: list[str] | None = None) -> int:
@@ -70,16 +264,21 @@ def main(args: list[str] | None = None) -> int:
         "--out", type=str | None, default=None, help="where to write; default: the experiment directory"
     )
     parser.add_argument("--reference", type=str | None, default=None, help="the arm to compare the others with")
+    parser.add_argument(
+        "--against", type=str | None, default=None, help="a second arm to compare them with, e.g. fault"
+    )
     parser.add_argument("--format", choices=["table", "json"], default="table", help="what to print")
     try:
         options = parser.parse_args(args)
+        directories = [Path(path) for path in options.dirs]
         out = Path(options.out) if options.out is not None else None
-        text, data, figure = make_report([Path(path) for path in options.dirs], out, options.reference)
+        report, out = make_report(directories, out, options.reference, options.against)
     except (ArgumentError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.format == "json":
-        print(data)
+        print(as_json(report))
     else:
-        print(f"{text}\nwritten: {figure}, report.md, report.csv")
+        print(f"{as_text(tables(report))}\n\n{remarks(report)}")
+        print(f"written to {out}: report.md, report.tex, report.csv, arms.csv, figure.*, survival.*, aggregate/")
     return 0

@@ -1,4 +1,4 @@
-"""Run directories, read back: which runs there are, what they came to, and the arms that they make up."""
+"""Run directories, read back: which runs there are, what they came to, the arms that they make up, and their twins."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_qk.verdict import read_verdict
+from lightning_qk.statistics import Lifetimes
+from lightning_qk.verdict import VERDICT_FILE, read_verdict
 
 COUNTED = ("completed", "collapsed", "nonfinite")
+AGGREGATE = "aggregate"
+"""The report's own directory in an experiment: what is under it is no run."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,30 @@ class Run:
         return self.state in ("collapsed", "nonfinite")
 
     @property
+    def ended_early(self) -> bool:
+        """Stopped before its last step, so that nobody knows what it would have done."""
+        return (self.number("step") or 0) < (self.number("max_steps") or 0)
+
+    @property
+    def end(self) -> float:
+        """The step of the collapse, or the last step where there was none or its step is missing."""
+        step = self.number("collapse_step") if self.collapsed else None
+        return step if step is not None else self.number("step") or 0.0
+
+    @property
     def warnings(self) -> Mapping[str, Mapping[str, Any]]:
         """What the early-warning monitors left in the verdict, by reading."""
         return {} if self.verdict is None else self.verdict.get("warnings", {})
 
     def number(self, key: str) -> float | None:
-        """A number of the verdict; `float` reads back the "nan" and "inf" that JSON has no number for."""
+        """A number of the verdict, None if it has none.
+
+        Raises:
+            ValueError: the verdict has something else there.
+        """
         value = self.verdict.get(key) if self.verdict is not None else None
+        if value is not None and not isinstance(value, int | float):
+            raise ValueError(f"{self.path / VERDICT_FILE}: {key} is {value!r}, not a number; delete it and run again")
         return None if value is None else float(value)
 
 
@@ -70,13 +90,20 @@ class Arm:
     def nonfinite(self) -> int:
         return sum(run.state == "nonfinite" for run in self.runs)
 
+    @property
+    def lifetimes(self) -> Lifetimes:
+        """When the counted runs collapsed; a run that completed is censored at its last step."""
+        return Lifetimes(
+            [run.end for run in self.counted if run.collapsed], [run.end for run in self.counted if not run.collapsed]
+        )
+
     def values(self, key: str) -> list[float]:
         """The verdict's `key` over the counted runs that have it."""
         return [value for run in self.counted if (value := run.number(key)) is not None]
 
 
 def find_runs(directories: Sequence[Path]) -> list[Run]:
-    """All run directories at or under the given ones, each once.
+    """All run directories at or under the given ones, each once; the report's own `aggregate/` holds none.
 
     Raises:
         ValueError: if a directory is missing or holds no run, or if a `verdict.json` is broken.
@@ -88,11 +115,17 @@ def find_runs(directories: Sequence[Path]) -> list[Run]:
             raise ValueError(f"{directory}: no such directory; give an experiment directory such as runs/demo")
         candidates = [path for path in (root, *sorted(root.rglob("seed_*"))) if path.is_dir()]
         paths = [path for path in candidates if path.name.startswith("seed_") and path.name[5:].isdigit()]
+        paths = [path for path in paths if not any(is_aggregate(parent) for parent in path.parents)]
         if not paths:
             raise ValueError(f"{directory}: holds no runs (no <arm>/seed_<n> directory); run `fit` or `sweep` first")
         for path in paths:
             found[path] = Run(path, path.parent.name, int(path.name[5:]), read_verdict(path))
     return list(found.values())
+
+
+def is_aggregate(path: Path) -> bool:
+    """Whether a directory is one that the report wrote, by the mark in it; an arm may be called `aggregate` too."""
+    return (path / f"{AGGREGATE}.json").is_file()
 
 
 def read_experiment(directory: Path) -> dict[str, Any]:
@@ -102,7 +135,9 @@ def read_experiment(directory: Path) -> dict[str, Any]:
         return {}
     try:
         experiment = json.loads(path.read_text(encoding="utf-8"))
-        return {"arms": list(experiment["arms"]), "reference": experiment.get("reference")}
+        reference = experiment.get("reference")
+        twins = dict(experiment.get("twins") or {})
+        return {"arms": list(experiment["arms"]), "reference": reference, "twins": twins}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: broken ({error!r}); delete it or run the sweep again") from error
 
@@ -116,18 +151,58 @@ def group_arms(runs: Sequence[Run]) -> list[Arm]:
         names = {run.arm for run in mine}
         planned = [name for name in read_experiment(experiment).get("arms", []) if name in names]
         for name in [*planned, *sorted(names - set(planned))]:
+            chosen = tuple(run for run in mine if run.arm == name)
             label = name if len(experiments) == 1 else f"{experiment.name}/{name}"
-            arms.append(Arm(label, tuple(run for run in mine if run.arm == name)))
+            arms.append(Arm(label + _amplified(chosen), chosen))
     return arms
 
 
-def pick_reference(arms: Sequence[Arm], name: str | None) -> Arm | None:
-    """The arm that the others are compared with: the one asked for, else the one that the sweep named."""
-    experiments = {run.path.parent.parent for arm in arms for run in arm.runs}
-    if name is None:
-        planned = read_experiment(experiments.pop()).get("reference") if len(experiments) == 1 else None
-        return next((arm for arm in arms if arm.name == planned), None)
+def _amplified(runs: Sequence[Run]) -> str:
+    """What every table has to say of an arm whose gradient error is not its real size."""
+    gains = sorted({gain for run in runs if (gain := run.number("error_gain")) not in (None, 1.0)})
+    return f" (error x {', '.join(f'{gain:g}' for gain in gains)})" if gains else ""
+
+
+def pick_twins(arms: Sequence[Arm], name: str | None) -> dict[str, Arm]:
+    """The healthy arm that each arm is compared with, by arm; a healthy twin is its own.
+
+    It is the arm asked for, else the one that the sweep named: the reference at the same point of the grid.
+
+    Raises:
+        ValueError: no arm, or more than one, has the name asked for.
+    """
+    if name is not None:
+        return dict.fromkeys((arm.name for arm in arms), _one_arm(arms, name, "--reference"))
+    twins: dict[str, Arm] = {}
+    for experiment in {arm.runs[0].path.parent.parent for arm in arms}:
+        mine = {arm.runs[0].arm: arm for arm in arms if arm.runs[0].path.parent.parent == experiment}
+        stated = read_experiment(experiment)
+        planned = stated.get("twins") or dict.fromkeys(mine, stated.get("reference"))
+        planned |= {twin: twin for twin in planned.values()}
+        twins |= {mine[arm].name: mine[twin] for arm, twin in planned.items() if arm in mine and twin in mine}
+    return twins
+
+
+def pick_opponents(arms: Sequence[Arm], twins: Mapping[str, Arm], name: str) -> dict[str, Arm]:
+    """The second arm that each arm is compared with, by arm: the one named, or in a grid the one at the same point.
+
+    Raises:
+        ValueError: there is no such arm, nor one called so at a point of the grid.
+    """
+    if any(name in (arm.name, arm.runs[0].arm) for arm in arms):
+        return dict.fromkeys((arm.name for arm in arms), _one_arm(arms, name, "--against"))
+    points = {}  # of the grid, by twin, to the arm that is called so there
+    for arm in arms:
+        own, twin = arm.runs[0].arm, twins.get(arm.name)
+        if twin is not None and own.startswith(f"{name}-") and twin.runs[0].arm.endswith(own[len(name) :]):
+            points[twin.name] = arm
+    if not points:
+        raise ValueError(f"--against {name}: give one of the arms {', '.join(arm.name for arm in arms)}")
+    return {arm.name: points[twin.name] for arm in arms if (twin := twins.get(arm.name)) and twin.name in points}
+
+
+def _one_arm(arms: Sequence[Arm], name: str, option: str) -> Arm:
     matches = [arm for arm in arms if name == arm.name] or [arm for arm in arms if name == arm.runs[0].arm]
     if len(matches) != 1:
-        raise ValueError(f"--reference {name}: give one of the arms {', '.join(arm.name for arm in arms)}")
+        raise ValueError(f"{option} {name}: give one of the arms {', '.join(arm.name for arm in arms)}")
     return matches[0]

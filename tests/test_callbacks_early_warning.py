@@ -78,8 +78,20 @@ def test_the_verdict_has_the_lead(tmp_path: Path) -> None:
     fit(tmp_path, [judge, Crash(judge, 7), monitor, RunRecorder()], model=module(), max_steps=8)
     verdict = read_verdict(tmp_path)
     assert verdict is not None and verdict["collapse_step"] == 7
-    assert verdict["warnings"]["up"] == {"threshold": 3.0, "alarm_step": 4, "last": 8.0, "lead_steps": 3}
-    assert verdict["warnings"]["down"] == {"threshold": -2.0, "alarm_step": 4, "last": -8.0, "lead_steps": 3}
+    assert verdict["warnings"]["up"] == {
+        "threshold": 3.0,
+        "below": False,
+        "alarm_step": 4,
+        "last": 8.0,
+        "lead_steps": 3,
+    }
+    assert verdict["warnings"]["down"] == {
+        "threshold": -2.0,
+        "below": True,
+        "alarm_step": 4,
+        "last": -8.0,
+        "lead_steps": 3,
+    }
 
 
 def test_no_collapse_no_lead(tmp_path: Path) -> None:
