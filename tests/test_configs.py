@@ -101,14 +101,32 @@ def test_every_hardware_resolves(hardware: Path) -> None:
     assert run.config_hash != resolve_run(files(*base)).config_hash
 
 
+def sizes(path: Path) -> list[str]:
+    return list(yaml.safe_load(path.read_text()).get("sizes", {})) or [""]
+
+
+def resolve_all(path: Path, size: str, root: Path, at_most: int | None = None) -> None:
+    """Parses the runs of one seed, or some of them from first to last: each is where it should be, and its own."""
+    _, experiment = parse_sweep(["-c", str(path), "--seeds", "0", *(["--size", size] if size else [])], "")
+    runs = experiment.runs(root)
+    assert len({(run.path, *run.fit_args) for run in runs}) == len(runs)
+    every = 1 if at_most is None else max(1, len(runs) // at_most)
+    resolved = {run.path: resolve_run(list(run.fit_args)) for run in (*runs[::every], runs[-1])}
+    assert {one.run_dir for one in resolved.values()} == resolved.keys()
+    assert len({one.config_hash for one in resolved.values()}) == len(resolved)
+
+
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=stem)
-def test_every_experiment_resolves_to_different_runs(path: Path, tmp_path: Path) -> None:
-    _, experiment = parse_sweep(["-c", str(path), "--seeds", "0,1" if path.stem == "demo" else "0"], "")
-    runs = experiment.runs(tmp_path)
-    resolved = [resolve_run(list(run.fit_args)) for run in runs]
-    assert [one.run_dir for one in resolved] == [run.path for run in runs]
-    assert len({one.config_hash for one in resolved}) == len(runs)
-    assert experiment.reference is None or experiment.reference in experiment.arms
+def test_an_experiment_resolves_to_different_runs(path: Path, tmp_path: Path) -> None:
+    for size in sizes(path):
+        resolve_all(path, size, tmp_path, at_most=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=stem)
+def test_every_run_of_every_experiment_resolves(path: Path, tmp_path: Path) -> None:
+    for size in sizes(path):
+        resolve_all(path, size, tmp_path)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=stem)

@@ -29,7 +29,19 @@ from lightning_qk.precision import GradientFault
 from lightning_qk.routes import attention_sites
 
 MICRO = ["forward(faulty)", "backward(faulty)", "forward(clean)", "backward(clean)"]
-STEP = ["gradient fault", "error read", "splice", "shape", "clip", "step", "probe", "spectra", "guard decides", "collapse judges", *["warnings"] * 6]
+STEP = [
+    "gradient fault",
+    "error read",
+    "splice",
+    "shape",
+    "clip",
+    "step",
+    "probe",
+    "spectra",
+    "guard decides",
+    "collapse judges",
+    *["warnings"] * 6,
+]
 WATCHERS = slice(7, 10)  # which YAML may list in any order
 
 

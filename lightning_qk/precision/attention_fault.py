@@ -25,8 +25,8 @@ class AttentionFault:
         layers: indices of the layers that carry the fault; None is all.
         heads: indices of the heads that carry it; None is all.
         clean_sites: preset of the reference pass, of validation and of layers and heads outside the scope.
-        core: ``streaming``, or PyTorch's own attention, in which no site rounds: ``sdpa``, by whichever kernel it picks,
-            or ``flash``, by FlashAttention or an error.
+        core: ``streaming``, or PyTorch's own attention, in which no site rounds: ``sdpa``, by whichever kernel, or
+            ``flash``, by FlashAttention or an error.
         backend: of :func:`kernels.streaming_attention`.
 
     Raises:
