@@ -22,6 +22,7 @@ import numpy as np
 from jsonargparse import ArgumentParser
 
 from lightning_qk import crash_rule
+from lightning_qk.activation import activation_table
 from lightning_qk.alarms import PREFIX, alarm_tables, readings
 from lightning_qk.crash_rule import Judged, judge_all, rule_table
 from lightning_qk.events import Scalars, read_history
@@ -148,6 +149,7 @@ def tables(report: Report) -> list[Table]:
             [runaway_row(arm) for arm in report.counted if arm.values("max_logit_peak")],
             "By the largest one of the run, as it was sampled; Wilson 95 % intervals.",
         ),
+        activation_table(report.arms, report.twins, report.scalars),
         *alarm_tables(report.arms, report.twins, report.scalars),
     ]
     return [table for table in found if table.rows]
