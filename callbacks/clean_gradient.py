@@ -54,6 +54,27 @@ class CleanGradientCallback(Callback):
     def compare(self, pl_module: LightningModule) -> None:
         """Looks at both gradients of a step that is due, which are complete and as the plugin left them."""
 
+    def edited(self, pl_module: LightningModule) -> Iterable[nn.Parameter]:
+        """The weights whose gradient the callback writes; none, unless a subclass says so."""
+        return ()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        mine = {id(p) for p in self.edited(pl_module)}
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for at, other in enumerate(callbacks):
+            if isinstance(other, CleanGradientCallback):
+                twice = other is not self and any(id(p) in mine for p in other.edited(pl_module))
+                problem = "writes the gradient of the same weights" if twice else None
+            else:
+                early = mine and getattr(other, "edits_gradient", False) and at < callbacks.index(self)
+                problem = "edits the gradient before it, which would be undone" if early else None
+            if problem:
+                raise MisconfigurationException(
+                    f"{type(self).__name__} (route {self.route}): {type(other).__name__} {problem}. Keep their routes "
+                    "apart, and list guards after it in trainer.callbacks."
+                )
+
     def wanted(self, pl_module: nn.Module) -> Iterable[nn.Parameter]:
         """The parameters whose clean gradient is asked for; the route's, unless a subclass wants more."""
         return route_parameters(pl_module, self.route, self.layers).values()

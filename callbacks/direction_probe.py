@@ -109,6 +109,7 @@ class DirectionProbe(Callback):
         self._hooks: list[RemovableHandle] = []
         self._before: dict[str, Tensor] = {}
         self._readings: dict[str, Reading] = {}
+        self._edits = self._overdrawn = 0
 
     def parameters(self, pl_module: nn.Module) -> dict[str, nn.Parameter]:
         """The weights whose updates are edited, by name."""
@@ -147,6 +148,7 @@ class DirectionProbe(Callback):
                 continue
             draw = generator(self.seed, trainer.global_step, name)
             d_mn, self._readings[name] = edited(w_mn, d_mn, self.mode, self.side, self.k, draw)
+            self._edits, self._overdrawn = self._edits + 1, self._overdrawn + self._readings[name].overdrawn
             write_full(p, w_mn + d_mn)
 
     @override
@@ -171,6 +173,20 @@ class DirectionProbe(Callback):
         pl_module.log_dict(values, logger=False)
         for logger in trainer.loggers:  # not through `log`, which would repeat a reading at every step until the next
             logger.log_metrics(values, step=trainer.global_step - 1)
+
+    def verdict_fields(self) -> dict[str, Any]:
+        """What the run's verdict takes from here: the share of edits in which there was less energy than asked for."""
+        if self.mode != "off_target":
+            return {}
+        return {"probe_overdrawn": self._overdrawn / self._edits if self._edits else None}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"edits": self._edits, "overdrawn": self._overdrawn}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._edits, self._overdrawn = state_dict["edits"], state_dict["overdrawn"]
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -141,6 +141,7 @@ class EarlyWarning(Callback):
                 self.label(name): {
                     "threshold": limit.value,
                     "below": limit.below,
+                    "first_step": self.first_step,
                     "alarm_step": self._alarms.get(name),
                     "last": self._last.get(name),
                 }

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from callbacks.clean_gradient import CleanGradientCallback
-from callbacks.draws import generator, normal
+from callbacks.draws import generator, normal, run_seed
 from lightning_qk.module import full, logging_is_due, write_full
+from lightning_qk.routes import route_parameters
 
 # the second group needs no error of the run's own: its direction is made up
 SHAPES = ("itself", "mean_removed", "mean_only", "time_shuffled")
@@ -56,7 +58,8 @@ class ErrorShaping(CleanGradientCallback):
     other callback may edit the gradient of the same weights.
 
     Logs ``error/magnitude`` (norm over the route), ``error/relative`` (the same over the clean gradient's norm) and
-    ``error/mean`` (over elements) of what was applied, and at the end of each window ``error/coherence``.
+    ``error/mean`` (over elements) of what was applied, and at the end of each window ``error/coherence``; where a run
+    has several ErrorShapings, each with ``/<route>`` behind it.
 
     Args:
         mode: see above.
@@ -66,7 +69,7 @@ class ErrorShaping(CleanGradientCallback):
         relative_magnitude: the norm as a multiple of the clean gradient's, instead of ``|e|``.
         coherence_window: W.
         shuffle_window: errors that ``time_shuffled`` draws from.
-        seed: of all draws.
+        seed: of all draws; None takes the run's (``seed_everything``), so that runs differ in the direction too.
 
     Raises:
         ValueError: an argument that cannot be.
@@ -92,7 +95,7 @@ class ErrorShaping(CleanGradientCallback):
         relative_magnitude: float | None = None,
         coherence_window: int = 50,
         shuffle_window: int = 16,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__(route, layers)
         if mode not in MODES:
@@ -111,16 +114,20 @@ class ErrorShaping(CleanGradientCallback):
                 f"ErrorShaping: coherence_window={coherence_window} and shuffle_window={shuffle_window} must be at "
                 "least 1."
             )
-        self.mode, self.magnitude, self.relative_magnitude, self.seed = mode, magnitude, relative_magnitude, seed
+        self.mode, self.magnitude, self.relative_magnitude = mode, magnitude, relative_magnitude
+        self.seed = run_seed(seed)
         self.coherence_window, self.shuffle_window = coherence_window, shuffle_window
         self.coherences: list[float] = []
         self._steps = 0
         self._signs: dict[str, Tensor] = {}
         self._past: dict[str, list[Tensor]] = {}
+        self._suffix = ""  # the route, where there are several
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        others = [one for one in trainer.callbacks if isinstance(one, ErrorShaping) and one is not self]  # type: ignore[attr-defined]
+        self._suffix = f"/{self.route}" if others else ""
         plugin = self.plugin(trainer)
         faulty = plugin.faults_in_passes or plugin.gradient is not None
         if not faulty and (self.mode not in MADE_UP or self.relative_magnitude is None):
@@ -129,6 +136,10 @@ class ErrorShaping(CleanGradientCallback):
                 "that the run makes, but the plugin has no fault. Give it one in trainer.plugins, or set "
                 f"relative_magnitude and one of the modes {', '.join(MADE_UP)}."
             )
+
+    @override
+    def edited(self, pl_module: LightningModule) -> Iterable[nn.Parameter]:
+        return route_parameters(pl_module, self.route, self.layers).values()
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -146,9 +157,9 @@ class ErrorShaping(CleanGradientCallback):
         elements = sum(signs.numel() for signs in self._signs.values())
         if logging_is_due(trainer):
             square, total, clean_square = torch.stack(sums).sum(0)
-            pl_module.log("error/magnitude", square.sqrt())
-            pl_module.log("error/relative", (square / clean_square.clamp_min(1e-30)).sqrt())
-            pl_module.log("error/mean", total / elements)
+            pl_module.log(f"error/magnitude{self._suffix}", square.sqrt())
+            pl_module.log(f"error/relative{self._suffix}", (square / clean_square.clamp_min(1e-30)).sqrt())
+            pl_module.log(f"error/mean{self._suffix}", total / elements)
         if self._steps == self.coherence_window:
             self._end_window(trainer, pl_module, elements)
 
@@ -189,14 +200,19 @@ class ErrorShaping(CleanGradientCallback):
         total = sum(float(signs.abs().sum(dtype=torch.float64)) for signs in self._signs.values())
         self.coherences.append(total / (self._steps * elements))
         self._steps, self._signs = 0, {}
-        pl_module.log("error/coherence", self.coherences[-1], logger=False)
+        tag = f"error/coherence{self._suffix}"
+        pl_module.log(tag, self.coherences[-1], logger=False)
         for logger in trainer.loggers:  # not through `log`, which would repeat a reading at every step until the next
-            logger.log_metrics({"error/coherence": self.coherences[-1]}, step=trainer.global_step)
+            logger.log_metrics({tag: self.coherences[-1]}, step=trainer.global_step)
 
     def verdict_fields(self) -> dict[str, Any]:
         """What the run's verdict takes from here: the mean over the windows that are complete."""
         windows = self.coherences
-        return {"error_coherence": sum(windows) / len(windows) if windows else None}
+        return {
+            f"error_coherence{self._suffix}": sum(windows) / len(windows) if windows else None,
+            f"error_magnitude{self._suffix}": self.magnitude,
+            f"error_relative_magnitude{self._suffix}": self.relative_magnitude,
+        }
 
     @property
     @override

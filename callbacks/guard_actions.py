@@ -119,7 +119,8 @@ class FP32Carry(_Switch):
 
     @override
     def check(self, scene: Scene) -> None:
-        if not any(isinstance(site.core, StreamingCore) for site in scene.sites):
+        cores = [site.core for site in scene.sites if isinstance(site.core, StreamingCore)]
+        if all(core.sites == core.clean_sites for core in cores):
             raise ValueError(
                 "QKGuard: action='fp32_carry' needs an attention fault to take out; set trainer.plugins to "
                 "BF16CarryAttention with core: streaming, or choose another action."

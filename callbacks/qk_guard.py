@@ -154,6 +154,11 @@ class QKGuard(Callback):
         return self.fired_step is not None
 
     @property
+    def edits_gradient(self) -> bool:
+        """Whether the action works on the gradient: then whoever writes gradients anew must come before the guard."""
+        return type(self._action).before_optimizer_step is not GuardAction.before_optimizer_step
+
+    @property
     def _acting(self) -> bool:
         return self.fired and self.released_step is None
 

@@ -23,7 +23,7 @@ class RouteSplice(CleanGradientCallback):
     route the run equals one without the fault, bit for bit.
 
     Logs ``grad/norm_faulty`` and ``grad/norm_clean`` with their clip coefficients (global-norm clipping couples
-    routes), and ``splice/cosine`` and ``splice/relative_error`` of faulty against clean gradient on the route.
+    routes), and ``splice/cosine/<route>`` and ``splice/relative_error/<route>`` of faulty against clean gradient there.
 
     Args:
         route: a route of :func:`lightning_qk.routes.route_parameters`.
@@ -41,25 +41,24 @@ class RouteSplice(CleanGradientCallback):
         return pl_module.parameters() if self.invert else super().wanted(pl_module)
 
     @override
+    def edited(self, pl_module: LightningModule) -> Iterable[nn.Parameter]:
+        route = list(route_parameters(pl_module, self.route, self.layers).values())
+        inside = {id(p) for p in route}
+        return [p for p in pl_module.parameters() if id(p) not in inside] if self.invert else route
+
+    @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         with torch.no_grad():
             if logging_is_due(trainer):
                 self._log(trainer, pl_module)
-            for p in self._spliced(pl_module):
-                assert p.grad is not None
-                p.grad.copy_(self.clean(trainer, p))  # in place: DDP may view it in a bucket
-
-    def _spliced(self, pl_module: LightningModule) -> list[nn.Parameter]:
-        route = self.parameters(pl_module)
-        if not self.invert:
-            return list(route.values())
-        inside = {id(p) for p in route_parameters(pl_module, self.route, self.layers).values()}
-        return [p for p in pl_module.parameters() if p.grad is not None and id(p) not in inside]
+            for p in self.edited(pl_module):
+                if p.grad is not None:
+                    p.grad.copy_(self.clean(trainer, p))  # in place: DDP may view it in a bucket
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
         dot, faulty_square, clean_square, error_square = self._moments(trainer, pl_module)
-        pl_module.log("splice/cosine", dot / (faulty_square * clean_square).sqrt().clamp_min(1e-30))
-        pl_module.log("splice/relative_error", (error_square / clean_square.clamp_min(1e-30)).sqrt())
+        pl_module.log(f"splice/cosine/{self.route}", dot / (faulty_square * clean_square).sqrt().clamp_min(1e-30))
+        pl_module.log(f"splice/relative_error/{self.route}", (error_square / clean_square.clamp_min(1e-30)).sqrt())
         faulty = nn.utils.get_total_norm([p.grad for p in pl_module.parameters() if p.grad is not None])
         for name, norm in (("faulty", full(faulty)), ("clean", full(self.plugin(trainer).clean.norm))):
             pl_module.log(f"grad/norm_{name}", norm)

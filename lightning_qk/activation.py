@@ -2,7 +2,7 @@
 
 The threshold that healthy runs suggest is the largest logit that any of them logged. Chosen and judged on the same runs
 it would look better than it is, so seeds are halved: the lower half chooses, the upper half is judged, for the chosen
-threshold and for others alike. A guard that fires in a run that ends healthy without it is a false activation; a
+threshold and for others alike. A guard that would fire in a healthy twin that did not collapse is a false activation; a
 collapse before which no logged logit passed the threshold is a miss. Only runs without a guard tell.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from lightning_qk.alarms import first_beyond, worst
 from lightning_qk.events import Scalars
@@ -30,10 +31,12 @@ def halves(runs: Sequence[Run]) -> tuple[set[int], set[int]]:
     return set(seeds[:middle]), set(seeds[middle:])
 
 
-def activation_row(threshold: float, runs: Sequence[Run], scalars: Scalars, chosen: bool) -> dict[str, str]:
-    """What a guard at this threshold would have done in these runs."""
+def activation_row(
+    threshold: float, runs: Sequence[Run], twins: set[Path], scalars: Scalars, chosen: bool
+) -> dict[str, str]:
+    """What a guard at this threshold would have done in these runs; ``twins`` are the healthy ones."""
     fired = {run.path: first_beyond(scalars[run.path][TAG], threshold, below=False) for run in runs}
-    healthy = [fired[run.path] for run in runs if not run.collapsed]
+    healthy = [fired[run.path] for run in runs if run.path in twins]
     collapses = [(run.end, fired[run.path]) for run in runs if run.collapsed]
     ahead = [end - step for end, step in collapses if step is not None and step < end]
     false = sum(step is not None for step in healthy)
@@ -62,7 +65,9 @@ def activation_table(arms: Sequence[Arm], twins: Mapping[str, Arm], scalars: Sca
     if len(choosing) + len(judging) < FEWEST_SEEDS or not known or not any(run.collapsed for run in judged):
         return Table("", [])
     chosen = max(known)
-    rows = [activation_row(value, judged, scalars, value == chosen) for value in sorted({*THRESHOLDS, chosen})]
+    twin_paths = {run.path for run in healthy}
+    values = sorted({*THRESHOLDS, chosen})
+    rows = [activation_row(value, judged, twin_paths, scalars, value == chosen) for value in values]
     return Table(
         "Where would a guard fire?",
         rows,

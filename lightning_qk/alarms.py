@@ -33,6 +33,13 @@ def is_below(arms: Sequence[Arm], reading: str) -> bool:
     return any(warning.get("below") for warning in found)
 
 
+def after_warm_up(series: Series, run: Run, reading: str) -> Series:
+    """What a run logged from its monitor's ``first_step`` on: before it there are no alarms."""
+    first = run.warnings.get(reading, {}).get("first_step", 0)
+    keep = series.steps + 1 >= first  # what follows step s is logged at s - 1
+    return Series(series.steps[keep], series.values[keep])
+
+
 def worst(series: Series, below: bool) -> float | None:
     """The finite value nearest to an alarm; None where nothing finite was logged."""
     values = series.finite().values
@@ -49,7 +56,9 @@ def first_beyond(series: Series, threshold: float, below: bool) -> float | None:
 def healthy_worst(twin: Arm, reading: str, below: bool, scalars: Scalars) -> list[tuple[int, float]]:
     """Seed and worst reading of every completed run of a twin."""
     logged = [(run, scalars[run.path].get(PREFIX + reading)) for run in twin.counted if not run.collapsed]
-    found = [(run.seed, worst(series, below)) for run, series in logged if series is not None]
+    found = [
+        (run.seed, worst(after_warm_up(series, run, reading), below)) for run, series in logged if series is not None
+    ]
     return [(seed, value) for seed, value in found if value is not None]
 
 
@@ -63,7 +72,7 @@ def calibrated(arm: Arm, twin: Arm, reading: str, below: bool, scalars: Scalars)
         others = [value for seed, value in healthy if seed != run.seed]
         if series is not None and others:
             threshold = min(others) if below else max(others)
-            seen.append((run, threshold, first_beyond(series, threshold, below)))
+            seen.append((run, threshold, first_beyond(after_warm_up(series, run, reading), threshold, below)))
         elif series is not None:
             without.append(run)
     return seen, without

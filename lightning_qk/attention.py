@@ -80,9 +80,13 @@ class Pass(NamedTuple):
 
     @torch.no_grad()
     def logit_bound_H(self) -> Tensor:
-        """Cauchy-Schwarz over the queries and keys of each head, float32 [H]."""
+        """Cauchy-Schwarz over the queries and keys of each head, and what a mask adds, float32 [H]."""
         bound_H = logit_cauchy_schwarz_bound(self.q, self.k, self.scale)
-        return bound_H if self.softcap_H is None else soft_capped(bound_H[:, None, None], self.softcap_H)[:, 0, 0]
+        if self.softcap_H is not None:
+            bound_H = soft_capped(bound_H[:, None, None], self.softcap_H)[:, 0, 0]
+        if self.mask is None or self.mask.dtype is torch.bool:
+            return bound_H
+        return bound_H + self.mask.amax().float().clamp_min(0.0)
 
     @torch.no_grad()
     def entropy_H(self) -> Tensor:

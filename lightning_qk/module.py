@@ -175,10 +175,12 @@ class GPTModule(LightningModule):
         if self._trainer is None or not self.trainer.training:
             return
         fired = switches_in(checkpoint.get("state_dict") or self.state_dict())  # FSDP2 has loaded the weights itself
+        states = checkpoint.get("callbacks", {}).items()
+        fired += [key for key, state in states if key.startswith("QKGuard") and state.get("fired_step") is not None]
         owners = [c for c in self.trainer.callbacks if getattr(c, "controls_qk_norm", False)]  # type: ignore[attr-defined]
         if fired and not owners:
             raise ValueError(
-                f"The checkpoint has a guard's switches on ({fired[0]} and {len(fired) - 1} more) but no QKGuard is "
+                f"The checkpoint has a guard that fired ({fired[0]} and {len(fired) - 1} more) but no QKGuard is "
                 "among trainer.callbacks. Resume with the arm's own YAML, or add a QKGuard."
             )
 

@@ -64,6 +64,10 @@ class MXLinear(nn.Linear):
         """As ``nn.Linear``, under autocast too."""
         if not self.switch.on or not torch.is_grad_enabled():
             return super().forward(x)
+        return self._multiply(x)
+
+    @torch.compiler.disable  # the seed is new at every step: a graph guarded on it would be compiled anew each time
+    def _multiply(self, x: Tensor) -> Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)

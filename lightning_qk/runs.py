@@ -159,8 +159,15 @@ def group_arms(runs: Sequence[Run]) -> list[Arm]:
 
 def _amplified(runs: Sequence[Run]) -> str:
     """What every table has to say of an arm whose gradient error is not its real size."""
-    gains = sorted({gain for run in runs if (gain := run.number("error_gain")) not in (None, 1.0)})
-    return f" (error x {', '.join(f'{gain:g}' for gain in gains)})" if gains else ""
+
+    def sizes(*prefixes: str) -> set[float]:
+        found = {run.number(key) for run in runs for key in run.verdict or {} if key.startswith(prefixes)}
+        return {size for size in found if size is not None}
+
+    gains, shares = sizes("error_gain", "error_magnitude"), sizes("error_relative_magnitude")
+    notes = [f"error x {gain:g}" for gain in sorted(gains - {1.0})]
+    notes += [f"error {share:g} x gradient" for share in sorted(shares)]
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 def pick_twins(arms: Sequence[Arm], name: str | None) -> dict[str, Arm]:

@@ -24,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lightning_qk.attention import SDPACore, StreamingCore
+from lightning_qk.attention import Pass, SDPACore, StreamingCore
 from lightning_qk.routes import attention_sites, mlp_sites, route_linears, route_parameters
 from lightning_qk.sites import ADAPTERS, AttentionSite, MLPSite, Projection, switches_in
 
@@ -391,3 +391,10 @@ def test_other_classes_can_be_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(model(x), plain)
     assert float(sites[0].core.max_logit_H.max()) <= math.sqrt(8) * (1 + 1e-5)
     assert list(route_parameters(model, "qk")) == ["0.q.weight", "0.k.weight", "1.q.weight", "1.k.weight"]
+
+
+def test_a_mask_that_adds_to_the_logits_is_in_the_bound() -> None:
+    q, k = torch.randn(2, 2, 6, 4), torch.randn(2, 2, 6, 4)
+    for mask in (torch.full((6, 6), 45.0), torch.randn(6, 6) * 9, torch.full((6, 6), -1e9), None):
+        logits = Pass(q, k, causal=False, mask=mask)
+        assert bool((logits.logit_bound_H() >= logits.max_logit_H() * (1 - 1e-6)).all())

@@ -81,6 +81,7 @@ def test_the_verdict_has_the_lead(tmp_path: Path) -> None:
     assert verdict["warnings"]["up"] == {
         "threshold": 3.0,
         "below": False,
+        "first_step": 0,
         "alarm_step": 4,
         "last": 8.0,
         "lead_steps": 3,
@@ -88,6 +89,7 @@ def test_the_verdict_has_the_lead(tmp_path: Path) -> None:
     assert verdict["warnings"]["down"] == {
         "threshold": -2.0,
         "below": True,
+        "first_step": 0,
         "alarm_step": 4,
         "last": -8.0,
         "lead_steps": 3,

@@ -272,12 +272,13 @@ def test_what_it_logs_is_what_it_applied(tmp_path: Path, mode: Any) -> None:
     assert found["error/coherence"].steps.tolist() == [3, 7]
     assert found["error/coherence"].values == pytest.approx(coherence, rel=1e-6)
     assert errors.recording.logged[-1]["error/coherence"] == pytest.approx(coherence[-1], rel=1e-6)
-    assert shaping.verdict_fields() == {"error_coherence": pytest.approx(sum(coherence) / 2)}
+    size = {"error_magnitude": shaping.magnitude, "error_relative_magnitude": shaping.relative_magnitude}
+    assert shaping.verdict_fields() == {"error_coherence": pytest.approx(sum(coherence) / 2), **size}
     if mode == "random_signs":
         assert coherence == pytest.approx([0.375, 0.375], abs=0.03)  # E|mean of four signs|; sqrt(2 / 4 pi) is 0.40
     if mode in ("frozen_signs", "constant"):
         assert min(coherence) > 0.95
-    assert ErrorShaping().verdict_fields() == {"error_coherence": None}
+    assert ErrorShaping().verdict_fields()["error_coherence"] is None
 
 
 def test_random_signs_have_the_coherence_that_is_documented(tmp_path: Path) -> None:
@@ -351,3 +352,19 @@ def test_an_error_that_nobody_makes_is_refused(tmp_path: Path, arguments: dict[s
         fit(tmp_path, [ErrorShaping(**arguments)], fault("fp32", None), max_steps=1)
     with pytest.raises(MisconfigurationException, match=r"ErrorShaping needs a plugin"):
         fit(tmp_path, [ErrorShaping(**arguments)], None, max_steps=1)
+
+
+def test_two_routes_have_tags_of_their_own(tmp_path: Path) -> None:
+    shapings = [ErrorShaping("frozen_signs", route, coherence_window=2) for route in ("q", "k")]
+    _, recording = fit(tmp_path, shapings, fault(), model(), max_steps=2)
+    row = recording.logged[-1]
+    assert row["error/magnitude/q"] != row["error/magnitude/k"] and "error/magnitude" not in row
+    fields = [shaping.verdict_fields() for shaping in shapings]
+    assert [next(iter(one)) for one in fields] == ["error_coherence/q", "error_coherence/k"]
+
+
+def test_the_draws_are_the_runs_own_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    assert (ErrorShaping().seed, ErrorShaping(seed=3).seed) == (7, 3)
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    assert ErrorShaping().seed == 0

@@ -284,7 +284,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, fire_step: int) 
 
 def test_a_fired_model_is_not_resumed_without_a_guard(tmp_path: Path) -> None:
     path = checkpointed(tmp_path, [QKGuard(threshold=1e-9)]) / "at_2.ckpt"
-    with pytest.raises(ValueError, match=r"switches on .*qk_norm and 1 more.* no QKGuard"):
+    with pytest.raises(ValueError, match=r"guard that fired .*qk_norm and 2 more.* no QKGuard"):
         fit(tmp_path, [], fault(), max_steps=5, ckpt_path=path)
     loaded = GPTModule.load_from_checkpoint(path)  # evaluation needs no guard: the buffer is the model's
     assert all(site.qk_norm_on for site in attention_sites(loaded))

@@ -232,7 +232,7 @@ def test_a_model_with_any_switch_on_is_not_resumed_without_a_guard_or_with_anoth
     tmp_path: Path, action: str
 ) -> None:
     path = checkpointed(tmp_path, [at_step(action, 1)], model=model()) / "at_2.ckpt"
-    with pytest.raises(ValueError, match=rf"switches on .*{action} and 1 more.* no QKGuard"):
+    with pytest.raises(ValueError, match=rf"guard that fired .*{action} and 2 more.* no QKGuard"):
         fit(tmp_path, [], fault(), model(), max_steps=5, ckpt_path=path)
     with pytest.raises(ValueError, match=rf"action='qk_norm' but the checkpoint's guard had '{action}'"):
         fit(tmp_path, [QKGuard()], fault(), model(), max_steps=5, ckpt_path=path)
@@ -313,6 +313,7 @@ def test_argument_errors_name_the_argument(settings: dict[str, Any], named: str)
     ("action", "plugin", "named"),
     [
         ("fp32_carry", SDPA, "action='fp32_carry' needs an attention fault"),
+        ("fp32_carry", {"sites": "fp32", "carry": None}, "action='fp32_carry' needs an attention fault"),
         ("softcap", {}, "action='softcap' needs a core that can cap logits"),
     ],
 )

@@ -220,3 +220,10 @@ def test_adagc_is_its_recurrence() -> None:
     again = AdaGC()
     again.load_state_dict(action.state_dict())
     assert again.state_dict() == action.state_dict()
+
+
+def test_an_action_without_a_switch_is_not_resumed_without_its_guard(tmp_path: Path) -> None:
+    guard = QKGuard(mode="fire_at_step", fire_step=1, action="lr_cut")
+    path = checkpointed(tmp_path, [guard]) / "at_2.ckpt"
+    with pytest.raises(ValueError, match=r"guard that fired \(QKGuard.* no QKGuard is among trainer.callbacks"):
+        fit(tmp_path, [], fault(), max_steps=5, ckpt_path=path)

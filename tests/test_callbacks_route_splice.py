@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tiny import Recording, assert_same, fault, fit, gradients, module, weights
 from torch import Tensor
 
-from callbacks import QKGuard, RouteSplice, SpectralMonitor
+from callbacks import ErrorShaping, QKGuard, RouteSplice, SpectralMonitor
 from lightning_qk.precision import FaultPrecision
 from lightning_qk.routes import ROUTES, attention_sites, route_parameters
 
@@ -88,7 +88,7 @@ def test_without_a_fault_the_splice_changes_nothing(tmp_path: Path, base: str, a
     for left, right in zip(runs[0].gradients, runs[1].gradients, strict=True):
         assert_same(left, right)
     row = runs[0].logged[-1]
-    assert row["splice/cosine"] == pytest.approx(1, abs=1e-5) and row["splice/relative_error"] == 0
+    assert row["splice/cosine/all"] == pytest.approx(1, abs=1e-5) and row["splice/relative_error/all"] == 0
     assert row["grad/norm_faulty"] == row["grad/norm_clean"] == row["grad/norm"]
 
 
@@ -123,9 +123,9 @@ def test_what_it_logs_is_what_it_did(tmp_path: Path) -> None:
     route = route_parameters(module(), "qk")
     e, c = (torch.cat([r.gradients[0][name].flatten().double() for name in route]) for r in (faulty, clean))
     row = spliced.logged[0]
-    assert row["splice/cosine"] == pytest.approx(float(e @ c / (e.norm() * c.norm())), rel=1e-4)
-    assert row["splice/relative_error"] == pytest.approx(float((e - c).norm() / c.norm()), rel=1e-4)
-    assert row["splice/relative_error"] > 0.01
+    assert row["splice/cosine/qk"] == pytest.approx(float(e @ c / (e.norm() * c.norm())), rel=1e-4)
+    assert row["splice/relative_error/qk"] == pytest.approx(float((e - c).norm() / c.norm()), rel=1e-4)
+    assert row["splice/relative_error/qk"] > 0.01
     assert row["grad/norm_faulty"] == pytest.approx(faulty.logged[0]["grad/norm"], rel=1e-6)
     assert row["grad/norm_clean"] == pytest.approx(clean.logged[0]["grad/norm"], rel=1e-6)
     assert row["grad/clip_coef_faulty"] == pytest.approx(faulty.logged[0]["grad/clip_coef"], rel=1e-6)
@@ -140,7 +140,7 @@ def test_splice_and_guard_work_together(tmp_path: Path) -> None:
     guard = QKGuard(threshold=1e-6)
     model, recording = fit(tmp_path, [guard, RouteSplice("all")], plugin("fp32"), max_steps=3)
     assert guard.fired_step == 1
-    assert [row["splice/relative_error"] for row in recording.logged] == [0, 0, 0]
+    assert [row["splice/relative_error/all"] for row in recording.logged] == [0, 0, 0]
     assert attention_sites(model)[0].qk_norm_on
 
 
@@ -180,3 +180,30 @@ def test_it_needs_a_plugin_that_can_run_clean(tmp_path: Path) -> None:
 def test_a_wrong_route_is_refused_before_training(tmp_path: Path, arguments: tuple[Any, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         fit(tmp_path, [RouteSplice(*arguments)], fault(), max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "problem"),
+    [
+        (lambda: [RouteSplice("qk"), RouteSplice("q")], "RouteSplice .route qk.: RouteSplice writes the gradient"),
+        (lambda: [ErrorShaping(route="v"), RouteSplice("vo")], "ErrorShaping .route v.: RouteSplice writes"),
+        (lambda: [RouteSplice("qk", invert=True), RouteSplice("mlp")], "writes the gradient of the same weights"),
+        (
+            lambda: [QKGuard(1e-6, action="tighter_clip"), RouteSplice("qk")],
+            "QKGuard edits the gradient before it, which would be undone.*list guards after it",
+        ),
+        (lambda: [RouteSplice("qk"), ErrorShaping(route="v"), QKGuard(1e-6, action="tighter_clip")], None),
+        (lambda: [QKGuard(1e-6), RouteSplice("qk"), RouteSplice("mlp")], None),
+    ],
+)
+def test_edits_that_would_undo_each_other_are_refused(tmp_path: Path, callbacks: Any, problem: str | None) -> None:
+    if problem is None:
+        run(tmp_path, callbacks(), "bf16_carry")
+    else:
+        with pytest.raises(MisconfigurationException, match=problem):
+            run(tmp_path, callbacks(), "bf16_carry")
+
+
+def test_two_routes_have_tags_of_their_own(tmp_path: Path) -> None:
+    row = run(tmp_path, [RouteSplice("qk"), RouteSplice("mlp")], "bf16_carry").logged[0]
+    assert row["splice/relative_error/qk"] != row["splice/relative_error/mlp"]

@@ -17,6 +17,8 @@ from kernels import RoundingSites, TopSingular
 from lightning_qk.attention import FaultSwitch, StreamingCore
 from lightning_qk.routes import attention_sites
 
+ALIGNMENT: dict[str, float | None] = {"sign_majority": 0.99, "alignment": 1.0}
+
 
 def warnings(monitor: EarlyWarning) -> dict[str, Any]:
     return monitor.verdict_fields()["warnings"]
@@ -113,10 +115,11 @@ def test_tokens_on_one_side_of_the_leading_direction_are_an_alarm(tmp_path: Path
     with torch.no_grad():
         norm.bias[3] = 20.0
         site.k_weight.zero_()[:, 3] = -1.0
-    monitor, healthy = SpectralAlignmentMonitor(1), SpectralAlignmentMonitor(1, projections=["q"])
+    limit = {"sign_majority": 0.95}
+    monitor, healthy = (SpectralAlignmentMonitor(1, limit, projections=names) for names in (None, ["q"]))
     run(tmp_path, monitor, model=mine)
     found = warnings(monitor)
-    assert found["sign_majority"] == {"threshold": 0.95, "alarm_step": 1, "last": 1.0}
+    assert found["sign_majority"]["alarm_step"] == 1 and found["sign_majority"]["last"] == 1.0
     assert found["alignment"]["last"] > 0.9 and found["alignment"]["threshold"] is None
     run(tmp_path, healthy, model=module(lr=1e-9))
     assert 0.5 <= warnings(healthy)["sign_majority"]["last"] < 0.95
@@ -144,7 +147,7 @@ def test_projections_that_there_are_not(projections: list[str]) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_weights_that_have_blown_up_are_an_alarm(tmp_path: Path, name: str, value: float) -> None:
-    bound, alignment = LogitBoundMonitor(1, {"logit_bound": 1e9}), SpectralAlignmentMonitor(1, {"alignment": 1.0})
+    bound, alignment = LogitBoundMonitor(1, {"logit_bound": 1e9}), SpectralAlignmentMonitor(1, ALIGNMENT)
     tied = TiedRowMonitor(1)
     _, logged = run(tmp_path, [Explode(value, name), bound, alignment, tied], steps=3)
     for key in ("logit_bound", "sign_majority", "alignment"):
@@ -163,7 +166,7 @@ def test_an_input_that_is_not_finite_is_an_alarm(tmp_path: Path) -> None:
         def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
             pl_module.zero_grad()
 
-    bound, alignment = LogitBoundMonitor(1, {"logit_bound": 1e9}), SpectralAlignmentMonitor(1)
+    bound, alignment = LogitBoundMonitor(1, {"logit_bound": 1e9}), SpectralAlignmentMonitor(1, ALIGNMENT)
     _, logged = run(tmp_path, [Blind(), bound, alignment], steps=1)
     assert logged["logit_bound"].values == [math.inf] and math.isnan(logged["sign_majority"].values[0])
     assert warnings(bound)["logit_bound"]["alarm_step"] == warnings(alignment)["sign_majority"]["alarm_step"] == 1
@@ -205,11 +208,11 @@ def test_the_worst_head_of_the_last_micro_batch_is_read(tmp_path: Path, plugin: 
 def test_logits_that_are_all_the_same_are_an_alarm(tmp_path: Path) -> None:
     mine, monitor, healthy = module(lr=1e-9), TiedRowMonitor(1), TiedRowMonitor(1)
     run(tmp_path, healthy, model=mine, plugin=fault("fp32", None))
-    assert warnings(healthy)["tied_rows"] == {"threshold": 0.5, "alarm_step": None, "last": 0.0}
+    assert warnings(healthy)["tied_rows"].items() >= {"threshold": 0.5, "alarm_step": None, "last": 0.0}.items()
     with torch.no_grad():
         attention_sites(mine)[0].q_weight[:8] = 0.0
     run(tmp_path, monitor, model=mine, plugin=fault("fp32", None), steps=1)
-    assert warnings(monitor)["tied_rows"] == {"threshold": 0.5, "alarm_step": 1, "last": 1.0}
+    assert warnings(monitor)["tied_rows"].items() >= {"threshold": 0.5, "alarm_step": 1, "last": 1.0}.items()
 
 
 def test_a_core_that_does_not_count_is_refused(tmp_path: Path) -> None:

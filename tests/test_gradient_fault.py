@@ -184,8 +184,8 @@ class TestSpliceTakesItBack:
         chosen = on_route(exact, "mlp")
         c = torch.cat([exact[name].flatten().double() for name in chosen])
         e = torch.cat([mx_quantize(exact[name], block=8).flatten().double() for name in chosen])
-        assert seen["splice/cosine"] == pytest.approx(float(e @ c / (e.norm() * c.norm())), rel=1e-5)
-        assert seen["splice/relative_error"] == pytest.approx(float((e - c).norm() / c.norm()), rel=1e-4)
+        assert seen["splice/cosine/mlp"] == pytest.approx(float(e @ c / (e.norm() * c.norm())), rel=1e-5)
+        assert seen["splice/relative_error/mlp"] == pytest.approx(float((e - c).norm() / c.norm()), rel=1e-4)
         norm = torch.stack([g.double().norm() for g in exact.values()]).norm()
         assert seen["grad/norm_clean"] == pytest.approx(float(norm), rel=1e-5) == seen["grad/norm"]
         assert seen["grad/norm_faulty"] != seen["grad/norm_clean"]

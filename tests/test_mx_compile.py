@@ -11,6 +11,8 @@ from torch import Tensor
 
 from kernels.mx_blocks import mx_quantize
 from kernels.mx_formats import FORMATS, ROUNDINGS, SCALES
+from lightning_qk.attention import FaultSwitch
+from lightning_qk.mx_linear import MXLinear, OperandFormat
 
 
 class TestCompiled:
@@ -63,3 +65,27 @@ class TestCompiled:
         x = torch.randn(8, 64, generator=generator()).requires_grad_()
         torch.compile(mx_quantize, fullgraph=True)(x).sum().backward()
         assert torch.equal(x.grad, torch.ones_like(x))
+
+
+class TestProduct:
+    def test_a_new_step_does_not_recompile(self) -> None:
+        """The seed of a quantised product changes at every step; the blocks of GPT-2 sizes are compiled."""
+        torch.compiler.reset()
+        switch = FaultSwitch()
+        plain = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        MXLinear.take_over(plain[0], switch, OperandFormat(rounding="sr", block=8), stream=3)
+        compiled = torch.compile(plain, backend="aot_eager")
+        x = torch.randn(16, 8)
+
+        def gradient(model: Any, seed: int) -> torch.Tensor:
+            switch.seed = seed
+            model.zero_grad()
+            model(x).square().sum().backward()
+            return plain[0].weight.grad.clone()
+
+        gradient(compiled, 0)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            found = [gradient(compiled, seed) for seed in range(1, 12)]
+        assert not torch.equal(found[0], found[1])
+        for seed, value in enumerate(found, 1):
+            torch.testing.assert_close(value, gradient(plain, seed))

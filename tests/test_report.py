@@ -271,8 +271,9 @@ def test_an_amplified_error_is_named_with_the_arm(tmp_path: Path) -> None:
     for arm, gain in (("mx", 1.0), ("loud", 16.0)):
         write_run(tmp_path / "demo", arm, 0, error_gain=gain)
     write_run(tmp_path / "demo", "fp32", 0)
+    write_run(tmp_path / "demo", "shaped", 0, error_magnitude=1.0, error_relative_magnitude=0.5)
     arms = group_arms(find_runs([tmp_path / "demo"]))
-    assert [arm.name for arm in arms] == ["fp32", "loud (error x 16)", "mx"]
+    assert [arm.name for arm in arms] == ["fp32", "loud (error x 16)", "mx", "shaped (error 0.5 x gradient)"]
     make_report([tmp_path / "demo"], against="loud")
     for file in ("report.md", "report.tex", "arms.csv"):
         assert "loud (error x 16)" in (tmp_path / "demo" / file).read_text()

@@ -83,7 +83,7 @@ def test_the_uninterrupted_runs_show_what_is_compared(whole: dict[str, dict[str,
         assert steps == list(range(11)) and len(set(values)) == 11
         assert len(found["curves"]["loss/val"][0]) == 3
         assert found["curves"]["sigma/q"][0] == [0, 1, 3, 5, 7, 9]
-    assert "splice/cosine" in whole["rich"]["curves"]
+    assert "splice/cosine/qk" in whole["rich"]["curves"]
 
 
 def resumed(arm: str, root: Path, tokens: dict[str, Any], kills: list[tuple[str, int]]) -> dict[str, Any]:
