@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
+from tiny import fit, module
 from typing_extensions import override
 
 from callbacks import CollapseStop, EarlyWarning, Limit, RunRecorder
 from lightning_qk.verdict import read_verdict
-from tests.tiny import fit, module
 
 
 class Counter(EarlyWarning):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny import assert_same, fit, module, weights
 from torch import nn
 
 from callbacks import DirectionProbe, QKGuard
 from lightning_qk.optimizers import MuonWithAdamW, make_optimizer
 from lightning_qk.precision import MXGradient
 from lightning_qk.routes import route_parameters
-from tests.tiny import assert_same, fit, module, weights
 
 SETTINGS: dict[str, Any] = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, momentum=0.95, weight_decay=0.1)
 
