@@ -9,7 +9,7 @@ USAGE = """usage: lightning-qk COMMAND [options]
   fit        train one run              -c configs/base.yaml -c configs/proxy.yaml -c configs/arms/fault.yaml
   validate   validation loss of a checkpoint
   test       test loss of a checkpoint
-  sweep      run all arms of an experiment   -c configs/experiments/demo.yaml
+  sweep      run all arms of an experiment   -c configs/experiments/demo.yaml; with --status: where its runs are
   report     tables and figure of run directories   runs/demo
 
 Every command has --help."""

@@ -63,6 +63,9 @@ class Experiment:
             for name in names:
                 if name not in self.arms:
                     raise SweepError(f"{key}: {name!r} is not an arm; the arms are {', '.join(self.arms)}")
+        for key in itertools.chain(self.overrides, *self.arm_overrides.values()):
+            if key.startswith("run.") or key in ("ckpt_path", "seed_everything"):
+                raise SweepError(f"overrides: {key} is the sweep's own; it names the directories and goes on in them")
         for arm, files in self.arms.items():
             for file in (*self.base, *files):
                 if not file.is_file():
