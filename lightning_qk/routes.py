@@ -71,6 +71,22 @@ def route_linears(model: nn.Module, route: str, layers: Sequence[int] | None = N
     return linears
 
 
+def head_linear(model: nn.Module) -> dict[str, nn.Linear]:
+    """The output layer of a language model, by its name in ``model``.
+
+    Raises:
+        ValueError: there is no ``nn.Linear`` called ``lm_head``.
+    """
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if name.split(".")[-1] == "lm_head" and isinstance(module, nn.Linear)
+    }
+    if not found:
+        raise ValueError(f"head: {type(model).__name__} has no nn.Linear called lm_head; set head to false.")
+    return found
+
+
 def route_parameters(model: nn.Module, route: str, layers: Sequence[int] | None = None) -> dict[str, nn.Parameter]:
     """The weight matrices of a route, by their names in ``model``.
 
