@@ -14,6 +14,7 @@ from torch import nn
 from lightning_qk.model import MLP
 from lightning_qk.sites import ADAPTERS, MLPS, AttentionSite, MLPSite, adopt_attention, adopt_mlps
 from lightning_qk.sites.adopt import table_entry
+from lightning_qk.student import StudentBlock
 
 _PROJECTIONS = {"q": "q", "k": "k", "v": "v", "o": "o", "qk": "qk", "vo": "vo", "attention": "qkvo"}
 ROUTES = (*_PROJECTIONS, "mlp", "all")
@@ -112,7 +113,8 @@ def route_parameters(model: nn.Module, route: str, layers: Sequence[int] | None 
 
 
 def _mlp_layers(model: nn.Module) -> list[list[Any]]:
-    own = [[module.up_proj, module.down_proj] for module in model.modules() if isinstance(module, MLP)]
+    ours = (MLP, StudentBlock)
+    own = [[module.up_proj, module.down_proj] for module in model.modules() if isinstance(module, ours)]
     if own:
         return own
     tables = ((module, table_entry(module, MLPS)) for module in model.modules())
