@@ -8,7 +8,8 @@ bias.
 
 A teacher with that initialisation shrinks what it is given at every layer: at d = 512 its outputs have a standard
 deviation of 0.197 after one layer, 9e-4 after four, below the label noise, so that the student's task is to cancel its
-own residual stream. A rescaled teacher has every layer's output brought to a standard deviation of 1.
+own residual stream. A rescaled teacher has every layer's output brought to a standard deviation of 1. (With SwiGLU a
+layer squares the size of a sample, so that the outputs of a deep one are a few large samples among many small ones.)
 """
 
 from __future__ import annotations
