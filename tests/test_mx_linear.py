@@ -183,3 +183,30 @@ def test_only_plain_linears_are_taken_over() -> None:
 
     with pytest.raises(TypeError, match="Mine is not a plain"):
         MXLinear.take_over(Mine(4, 4), FaultSwitch())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", ["floor", "rceil"])
+def test_six_operands_in_e4m3_are_torchaos_linear(dtype: torch.dtype, scale: str) -> None:
+    """Bit for bit, with its emulated product."""
+    from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    def gradients(multiply: Any, linear: torch.nn.Linear) -> list[Tensor]:
+        x, dy = (t.detach().to(dtype) for t in tensors((2, 64)))
+        x.requires_grad_(True)
+        y = multiply(x, linear)
+        y.backward(dy)
+        assert x.grad is not None and linear.weight.grad is not None
+        return [y.detach(), x.grad, linear.weight.grad]
+
+    operands: Any = dict.fromkeys(OPERANDS, OperandFormat("mxfp8_e4m3", scale))
+    ours = gradients(lambda x, linear: linear(x), layer(MXPolicy(**operands), bias=False).to(dtype))
+    mode = ScaleCalculationMode[scale.upper()]
+    theirs = gradients(
+        lambda x, linear: _to_mxfp8_then_scaled_mm(x, linear.weight, KernelPreference.EMULATED, mode),
+        layer(None, bias=False).to(dtype),
+    )
+    for left, right in zip(ours, theirs, strict=True):
+        assert torch.equal(left, right)
