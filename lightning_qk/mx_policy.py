@@ -41,12 +41,13 @@ class MXPolicy:
         dy_wgrad: of dY in the weight gradient.
         dy_dgrad: of dY in the input gradient.
         w_dgrad: of W in the input gradient.
+        gain: of gain and bias of LayerNorms, where ``ln_affine`` is ``mx``.
         hadamard: products whose operands are transformed along their common axis first: ``none``, ``weight_gradient``
             or ``all``.
         vector: ``bf16`` rounds what goes into a product or comes out of one, and the primitives of LayerNorms and sums.
         vector_backward: the same for the gradients.
-        ln_affine: gain and bias of LayerNorms: ``mx`` in the format of ``w``, ``bf16``, or ``fp32``: then nothing in a
-            LayerNorm is rounded.
+        ln_affine: gain and bias of LayerNorms: ``mx`` in the format of ``gain``, ``bf16``, or ``fp32``: then nothing in
+            a LayerNorm is rounded.
         activation: ``bf16`` rounds every primitive of the activation function, ``fp32`` none.
         as_released: where the released code differs, do as it does: LayerNorm gain and bias are never in MX; with
             ``ln_affine="fp32"`` only they are spared; LayerNorm biases get no gradient; activation functions are never
@@ -62,6 +63,7 @@ class MXPolicy:
     dy_wgrad: OperandFormat | None = None
     dy_dgrad: OperandFormat | None = None
     w_dgrad: OperandFormat | None = None
+    gain: OperandFormat | None = None
     hadamard: Literal["none", "weight_gradient", "all"] = "none"
     vector: Literal["fp32", "bf16"] = "fp32"
     vector_backward: Literal["fp32", "bf16"] = "fp32"
@@ -80,6 +82,8 @@ class MXPolicy:
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"MXPolicy: {field}={getattr(self, field)!r} is not one of {', '.join(values)}.")
+        if self.ln_affine == "mx" and self.gain is None:
+            raise ValueError("MXPolicy: ln_affine='mx' needs a format, gain; use a preset in MX, or 'bf16'.")
 
     @property
     def operands(self) -> dict[str, OperandFormat | None]:
@@ -107,8 +111,8 @@ class MXPolicy:
         return self.activation == "bf16" and not self.as_released
 
     def replace_operands(self, names: tuple[str, ...], **changes: Any) -> MXPolicy:
-        """Changes fields of those of the named operands that have a format."""
-        formats = {name: self.operands[name] for name in names}
+        """Changes fields of those of the named operands, or of ``gain``, that have a format."""
+        formats = {name: getattr(self, name) for name in names}
         changed: dict[str, Any] = {
             name: dataclasses.replace(one, **changes) for name, one in formats.items() if one is not None
         }
@@ -118,6 +122,19 @@ class MXPolicy:
         """Leaves the named operands unquantised."""
         nothing: dict[str, Any] = dict.fromkeys(names)
         return dataclasses.replace(self, **nothing)
+
+    def only(self, cause: str) -> MXPolicy:
+        """The policy with one of :data:`CAUSES` alone, and everything else exact.
+
+        Raises:
+            ValueError: there is no such cause.
+        """
+        if cause not in CAUSES:
+            raise ValueError(f"MXPolicy: cause {cause!r} is not one of {', '.join(CAUSES)}.")
+        kept: dict[str, Any] = {field: getattr(self, field) for field in CAUSES[cause]}
+        if cause == "vector" and self.ln_affine != "fp32":
+            kept["ln_affine"] = "bf16"  # what a LayerNorm computes is of the vector operations, its parameters are not
+        return MXPolicy(**kept, hadamard=self.hadamard, as_released=self.as_released)
 
     def changed(self, change: str) -> MXPolicy:
         """The policy after one of :data:`CHANGES`.
@@ -141,8 +158,20 @@ class MXPolicy:
         return PRESETS[name]
 
 
+CAUSES: Mapping[str, tuple[str, ...]] = {
+    "x": ("x", "x_wgrad"),
+    "w": ("w", "w_dgrad"),
+    "dy": ("dy_wgrad", "dy_dgrad"),
+    "ln": ("gain", "ln_affine"),
+    "vector": ("vector", "vector_backward", "activation"),
+    **{f"{name}_alone": (name,) for name in OPERANDS},
+}
+"""What may cause an error, and the fields it is made of; an operand of one product is ``<name>_alone``."""
+
+
 def _bump(policy: MXPolicy) -> MXPolicy:
-    return policy.replace_operands(OPERANDS, scale=RELEASED_BUMP if policy.as_released else "rceil")
+    scale = RELEASED_BUMP if policy.as_released else "rceil"
+    return policy.replace_operands((*OPERANDS, "gain"), scale=scale)
 
 
 def _ln_fp32(policy: MXPolicy) -> MXPolicy:
@@ -157,23 +186,31 @@ def _forward_only(policy: MXPolicy) -> MXPolicy:
     return dataclasses.replace(policy.without(*BACKWARD), vector_backward="fp32")
 
 
+def _bf16_activations(policy: MXPolicy) -> MXPolicy:
+    return _bf16_affine(policy.without("x", "x_wgrad"))
+
+
+def _bf16_affine(policy: MXPolicy) -> MXPolicy:
+    return dataclasses.replace(policy, ln_affine="bf16") if policy.ln_affine == "mx" else policy
+
+
 CHANGES: Mapping[str, Callable[[MXPolicy], MXPolicy]] = {
     "none": lambda policy: policy,  # a control
     "fp32": lambda _: MXPolicy(),
     "bump": _bump,
     "ln_fp32": _ln_fp32,
     "activation_fp32": _activation_fp32,
-    "bf16_activations": lambda policy: policy.without("x", "x_wgrad"),
-    "bf16_activations_and_gradients": lambda policy: policy.without("x", "x_wgrad", "dy_wgrad", "dy_dgrad"),
+    "bf16_activations": _bf16_activations,  # and LayerNorms, as in the paper
+    "bf16_activations_and_gradients": lambda policy: _bf16_activations(policy).without("dy_wgrad", "dy_dgrad"),
     "forward_only": _forward_only,
-    "bf16_weights": lambda policy: policy.without("w"),  # of the backward pass they stay quantised, as in the paper
+    "bf16_weights": lambda policy: _bf16_affine(policy.without("w")),  # those of the backward pass stay as they are
 }
 """What an intervention in a run makes of its policy."""
 
 
 def uniform(fmt: str) -> MXPolicy:
     """All six operands in one format, vector operations in bfloat16, LayerNorm gain and bias in MX."""
-    operands: dict[str, Any] = dict.fromkeys(OPERANDS, OperandFormat(fmt))
+    operands: dict[str, Any] = dict.fromkeys((*OPERANDS, "gain"), OperandFormat(fmt))
     affine: Any = "bf16" if fmt == NVFP4 else "mx"  # NVFP4 shares a scale in a whole tensor
     return MXPolicy(**operands, vector="bf16", vector_backward="bf16", ln_affine=affine, activation="bf16")
 

@@ -171,8 +171,9 @@ class MXLayerNorm(nn.LayerNorm):
                 p = p.detach()  # the released backward pass returns none for it
             if p is not None and policy.ln_affine != "fp32":
                 p = round_both_ways(p, policy.vector_backward == "bf16")
-                if policy.ln_affine == "mx" and not policy.as_released and policy.w is not None:
-                    p = policy.w(p, -1, self.switch.seed * 1_000_003 + self.stream + i)
+                if policy.ln_affine == "mx" and not policy.as_released:
+                    assert policy.gain is not None  # the policy has checked
+                    p = policy.gain(p, -1, self.switch.seed * 1_000_003 + self.stream + i)
             rounded.append(p)
         return rounded[0], rounded[1]
 

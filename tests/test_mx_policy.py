@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ def formats(policy: MXPolicy) -> dict[str, str]:
 
 def test_the_default_rounds_nothing() -> None:
     assert MXPolicy().is_exact and MXPolicy.preset("fp32") == MXPolicy()
-    assert not MXPolicy.preset("bf16").linear_is_exact and not MXPolicy(ln_affine="mx").is_exact
+    assert not MXPolicy.preset("bf16").linear_is_exact and not MXPolicy(ln_affine="bf16").is_exact
     assert MXPolicy(activation="bf16").linear_is_exact and not MXPolicy(activation="bf16").is_exact
 
 
@@ -52,6 +53,23 @@ def test_changes_are_the_interventions() -> None:
     assert formats(after["bf16_activations_and_gradients"]) == formats(MXPolicy.preset("weights_only"))
     assert not any(formats(after["forward_only"])[name] for name in BACKWARD)
     assert len(set(after.values())) == len(after)
+    affine = {name: one.ln_affine for name, one in after.items()}
+    assert {name for name, one in affine.items() if one == "bf16"} == {name for name in after if "bf16" in name}
+
+
+def test_a_cause_alone_keeps_its_fields_and_nothing_else() -> None:
+    policy = MXPolicy.preset("mxfp8_mix")
+    assert policy.only("x") == MXPolicy(x=policy.x, x_wgrad=policy.x_wgrad)
+    assert policy.only("w") == MXPolicy(w=policy.w, w_dgrad=policy.w_dgrad)
+    assert policy.only("dy") == MXPolicy(dy_wgrad=policy.dy_wgrad, dy_dgrad=policy.dy_dgrad)
+    assert policy.only("ln") == MXPolicy(gain=policy.gain, ln_affine="mx")
+    assert policy.only("vector") == MXPolicy.preset("bf16")
+    assert policy.changed("ln_fp32").only("vector").ln_affine == "fp32"
+    for name in OPERANDS:
+        only: Any = {name: getattr(policy, name)}
+        assert policy.only(f"{name}_alone") == MXPolicy(**only)
+    with pytest.raises(ValueError, match="cause 'z' is not one of x, w, dy, ln, vector"):
+        policy.only("z")
 
 
 def test_as_released_bumps_as_released() -> None:
@@ -66,5 +84,7 @@ def test_every_preset_can_be_named_and_nothing_else() -> None:
         MXPolicy.preset("mxfp5")
     with pytest.raises(ValueError, match="change 'fp16' is not one of none, fp32"):
         MXPolicy().changed("fp16")
+    with pytest.raises(ValueError, match="ln_affine='mx' needs a format"):
+        MXPolicy(ln_affine="mx")
     with pytest.raises(ValueError, match="ln_affine='fp8'"):
         MXPolicy(ln_affine="fp8")  # type: ignore[arg-type]

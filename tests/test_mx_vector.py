@@ -93,8 +93,8 @@ class TestLayerNorm:
         gain, bias = fine.weight.bfloat16().float(), fine.bias.bfloat16().float()
         assert torch.equal(fine(x), F.layer_norm(x, (64,), gain, bias))
 
-    def test_the_format_is_that_of_the_weights(self) -> None:
-        policy: Any = MXPolicy(w=OperandFormat("mxfp4_e2m1"), ln_affine="mx")
+    def test_the_format_is_that_of_the_gain(self) -> None:
+        policy: Any = MXPolicy(gain=OperandFormat("mxfp4_e2m1"), ln_affine="mx")
         layer, x = norm(policy), torch.randn(4, 64)
         gain, bias = (mx_quantize(p.detach().bfloat16().float(), "mxfp4_e2m1") for p in (layer.weight, layer.bias))
         assert torch.equal(layer(x), F.layer_norm(x, (64,), gain, bias))

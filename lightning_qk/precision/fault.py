@@ -17,6 +17,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_qk.attention import FaultSwitch
+from lightning_qk.mx_policy import MXPolicy
 from lightning_qk.precision.attention_fault import AttentionFault
 from lightning_qk.precision.clean_gradients import CleanGradients
 from lightning_qk.precision.gradient_fault import GradientFault
@@ -76,6 +77,21 @@ class FaultPrecision(Precision):
         """What the run's verdict takes from here: tables say so where an error was amplified."""
         gradient = {} if self.gradient is None else {"error_gain": self.gradient.error_gain}
         return gradient if self.matmul is None else gradient | self.matmul.verdict_fields()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.matmul is None or not self.matmul.changes else {"matmul_changes": list(self.matmul.changes)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        changes = state_dict.get("matmul_changes", [])
+        if self.matmul is None and changes:
+            raise ValueError(
+                f"{type(self).__name__}: the checkpoint's MX policy has been changed ({', '.join(changes)}), but the "
+                "plugin has none. Resume with the run's own YAML."
+            )
+        if self.matmul is not None:
+            self.matmul.restore(changes)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -153,6 +169,16 @@ class FaultPrecision(Precision):
         Keep it open until the pass's backward is done.
         """
         with self._switched(on=False):
+            yield
+
+    @contextmanager
+    def under(self, policy: MXPolicy) -> Generator[None]:
+        """Another faulty pass on the same batch, under another policy; sensors are left as they are.
+
+        Keep it open until the pass's backward is done.
+        """
+        assert self.matmul is not None
+        with self._switched(on=True), self.matmul.instead(policy):
             yield
 
     @contextmanager

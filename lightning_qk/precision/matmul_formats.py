@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from lightning_qk.routes import head_linear, route_linears
 class MatmulFormats:
     """A policy, and the linear layers whose products follow it; LayerNorms and vector operations of the model do too.
 
-    Layers read :attr:`policy` at every call and :attr:`native` with it, so to change it is to assign it. Nothing is
-    rounded while the plugin's switch is off: in the reference pass, and by default in validation.
+    Layers read :attr:`policy` at every call, so a change needs no rebuild. Nothing is rounded while the plugin's switch
+    is off: in the reference pass, and by default in validation.
 
     Args:
         policy: what the run begins with.
@@ -31,7 +33,8 @@ class MatmulFormats:
         native: use the hardware's own scaled products where there are any.
 
     Attributes:
-        policy: the policy of the moment.
+        policy: the policy of the moment; :meth:`change` it, or lend another by :meth:`instead`.
+        changes: what has been changed since the run began, in order; the plugin saves it.
         native: whether to look for a scaled product of the hardware.
         products: what the products run on, in words, once the model has been converted.
     """
@@ -44,7 +47,8 @@ class MatmulFormats:
         head: bool = False,
         native: bool = True,
     ) -> None:
-        self.policy = policy
+        self.policy = self._initial = policy
+        self.changes: list[str] = []
         self.route, self.layers, self.head = route, layers, head
         self.native = native
         self.products = ""
@@ -65,6 +69,26 @@ class MatmulFormats:
                 part.switch, part.arithmetic = switch, self
             elif isinstance(part, nn.LayerNorm):
                 MXLayerNorm.take_over(part, switch, self, _stream(name))
+
+    def change(self, changes: Iterable[str]) -> None:
+        """Changes the policy from the next pass on: names of :data:`lightning_qk.mx_policy.CHANGES`."""
+        for change in changes:
+            self.policy = self.policy.changed(change)
+            self.changes.append(change)
+
+    def restore(self, changes: Iterable[str]) -> None:
+        """The policy after these changes of the one that the run began with."""
+        self.policy, self.changes = self._initial, []
+        self.change(changes)
+
+    @contextmanager
+    def instead(self, policy: MXPolicy) -> Generator[None]:
+        """Another policy for a pass."""
+        before, self.policy = self.policy, policy
+        try:
+            yield
+        finally:
+            self.policy = before
 
     def choose_products(self, device: torch.device) -> None:
         """Decides for native products or emulation, and logs which and why; call once the device is known."""

@@ -84,7 +84,8 @@ class MXTraining(FaultPrecision):
         for change in changes or []:
             policy = policy.changed(change)
         given = {"scale": scale, "rounding": rounding, "block": block}
-        policy = policy.replace_operands(OPERANDS, **{key: value for key, value in given.items() if value is not None})
+        formats = {key: value for key, value in given.items() if value is not None}
+        policy = policy.replace_operands((*OPERANDS, "gain"), **formats)
         fields: dict[str, Any] = {
             "hadamard": hadamard,
             "vector": vector,
