@@ -160,7 +160,7 @@ class MXLayerNorm(nn.LayerNorm):
             return F.layer_norm(input, self.normalized_shape, gain, bias, self.eps)
         backward = policy.vector_backward == "bf16"
         with torch.autocast(input.device.type, enabled=False):
-            return self._rounded(input, gain, bias, lambda x: round_both_ways(x, backward))
+            return self._rounded(input, gain, bias, lambda x: round_both_ways(x, backward)).to(input.dtype)
 
     def _affine(self, policy: MXPolicy) -> tuple[Tensor | None, Tensor | None]:
         """Gain and bias as the policy has them."""
