@@ -83,15 +83,13 @@ class MXLinear(nn.Linear):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """As ``nn.Linear``, under autocast too."""
-        if not self.switch.on:
-            return super().forward(x)
-        policy = self.policy
-        if policy.linear_is_exact or (policy.forward_is_exact and not torch.is_grad_enabled()):
-            return super().forward(x)
-        return self._multiply(x)
+        return self._multiply(x) if self.switch.on else super().forward(x)
 
     @torch.compiler.disable  # the seed is new at every step: a graph guarded on it would be compiled anew each time
     def _multiply(self, x: Tensor) -> Tensor:
+        policy = self.policy
+        if policy.linear_is_exact or (policy.forward_is_exact and not torch.is_grad_enabled()):
+            return super().forward(x)
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
