@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TextIO
 
+from lightning_qk.executors.attempt import read_attempt
 from lightning_qk.experiment import Run
 
 REFRESH_S = 0.5
@@ -56,15 +57,20 @@ class Display:
         self._erase()
         print(text, file=self.stream, flush=True)
 
-    def begin(self, total: int, done: int, jobs: int) -> None:
+    def begin(self, total: int, done: int, how: str) -> None:
         self.total, self.done = total, done
-        self.print(f"{total} runs, {done} done already, {jobs} at a time")
+        self.print(f"{total} runs, {done} done already, {how}")
 
     def started(self, run: Run) -> None:
         # A resumed run still has the progress of its last attempt: quarters it has passed are not news.
         self._quarter[run.name] = _quarter(read_progress(run))
-        if not self.live:
-            self.print(f"{run.name}: started, {run.path / 'log.txt'}")
+        attempt = read_attempt(run.path)
+        number, resumed = attempt.get("number", 1), attempt.get("resumed")
+        again = (
+            f" again (attempt {number}), from {'its last checkpoint' if resumed else 'step 0: it has no checkpoint'}"
+        )
+        if number > 1 or not self.live:
+            self.print(f"{run.name}: started{again if number > 1 else ''}, {run.path / 'log.txt'}")
 
     def update(self, active: Sequence[Run], waiting: int) -> None:
         """Show where the active runs are; called as often as one likes."""
@@ -92,6 +98,9 @@ class Display:
             return
         self.failed += 1
         log = outcome.run.path / "log.txt"
+        if not log.exists():
+            self.print(f"{outcome.run.name}: FAILED, {outcome.problem}; it has no log")
+            return
         self.print(f"{outcome.run.name}: FAILED, {outcome.problem}; the end of {log}:")
         for line in log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()[-15:]:
             self.print(f"    {line}")
@@ -137,9 +146,15 @@ def progress_line(run: Run, state: Mapping[str, Any]) -> str:
     if state.get("guard", "off") != "off":
         line += f"  guard {state['guard']}"
     if speed is not None and speed > 0:
-        minutes, seconds = divmod(math.ceil((last - step) / speed), 60)
-        line += f"  {speed:.1f} it/s  ETA {minutes}:{seconds:02d}"
+        line += f"  {speed:.1f} it/s  ETA {duration((last - step) / speed)}"
     return line
+
+
+def duration(seconds: float) -> str:
+    """E.g. 0:25, 12:07 or 3:00:00."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def verdict_line(run: Run, verdict: Mapping[str, Any]) -> str:

@@ -28,7 +28,11 @@ report: {reference: fp32}
 
 SIZES = """sizes:
   small: {base: ../proxy.yaml}
-  large: {base: [../large.yaml], overrides: {trainer.devices: 8}, arms: {guard: ../large.yaml}}"""
+  large:
+    base: [../large.yaml]
+    overrides: {trainer.devices: 8}
+    arms: {guard: ../large.yaml}
+    arm_overrides: {fp32: {a.b: 1}}"""
 
 
 @pytest.fixture
@@ -74,6 +78,39 @@ def test_a_grid_makes_an_arm_of_every_point(config: Path) -> None:
     assert run.fit_args.count("-c") == 4, "the arm's own files"
 
 
+def test_an_arm_of_the_yaml_stands_for_all_points_of_a_grid(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.write_text(YAML + "grid: {model.lr: [0.01, 0.02]}")
+    _, experiment = parse_sweep(["-c", str(config), "--seeds", "0"], "")
+    root = Path("runs")
+    assert [run.arm for run in experiment.runs(root, ["guard"])] == ["guard-lr_0.01", "guard-lr_0.02"]
+    assert [run.arm for run in experiment.runs(root, ["guard-lr_0.02", "fp32"])] == [
+        *("fp32-lr_0.01", "fp32-lr_0.02", "guard-lr_0.02")
+    ]
+    assert main(["-c", str(config), "--only", "fault"]) == 2
+    known = "fp32, guard, fp32-lr_0.01, fp32-lr_0.02, guard-lr_0.01, guard-lr_0.02"
+    assert f"only: fault: not an arm; the arms are {known}" in capsys.readouterr().err
+
+
+def test_the_reference_of_a_grid_is_the_twin_at_the_same_point(config: Path) -> None:
+    config.write_text(YAML + "grid: {model.lr: [0.01, 0.02], model.bias: [true]}")
+    _, experiment = parse_sweep(["-c", str(config)], "")
+    twins = {f"{arm}-lr_{lr}-bias_true": f"fp32-lr_{lr}-bias_true" for arm in ("fp32", "guard") for lr in (0.01, 0.02)}
+    assert (experiment.reference, experiment.twins) == (None, twins)
+    config.write_text(YAML)
+    assert parse_sweep(["-c", str(config)], "")[1].twins == {}
+
+
+def test_executor_of_the_yaml(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.write_text(YAML + "executor: slurm\nslurm: {time: 60, setup: [module load cuda]}\njobs: 3\n")
+    options, _ = parse_sweep(["-c", str(config), "--slurm.time", "90"], "")
+    assert (options.executor, options.slurm) == ("slurm", {"time": 90, "setup": ["module load cuda"]})
+    assert main(["-c", str(config), "--dry_run"]) == 0
+    out = capsys.readouterr().out
+    assert "#SBATCH --array=0-3%3\n" in out and "module load cuda\n" in out
+    assert main(["-c", str(config), "--executor", "local", "--dry_run"]) == 0
+    assert "#SBATCH" not in capsys.readouterr().out
+
+
 def test_sizes_lie_between_the_base_and_the_arm(config: Path, tmp_path: Path) -> None:
     config.write_text(YAML.replace("base: [../base.yaml, ../proxy.yaml]", f"base: ../base.yaml\n{SIZES}"))
     (tmp_path / "configs" / "large.yaml").touch()
@@ -89,6 +126,7 @@ def test_sizes_lie_between_the_base_and_the_arm(config: Path, tmp_path: Path) ->
         assert [path.stem for path in experiment.arms["guard"]] == (
             ["large"] if name == "demo_large" else ["fault", "guard"]
         )
+        assert experiment.arm_overrides["fp32"] == ({"a.b": 1} if name == "demo_large" else {})
 
 
 def test_points_of_a_grid_that_share_a_name_are_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +176,10 @@ def test_dry_run_from_the_command_line(config: Path, tmp_path: Path, capsys: pyt
         (("reference: fp32", "reference: fp23"), "report.reference: 'fp23' is not an arm"),
         (("reference: fp32", "refrence: fp32"), "refrence"),
         (("name: demo", "name: ["), "demo.yaml"),
+        (("model.bias: false", "run.overwrite: true"), "overrides: run.overwrite is the sweep's own"),
+        (("name: demo", "name: demo\nexecutor: pbs"), "pbs"),
+        (("name: demo", "name: demo\nexecutor: slurm"), "slurm.time: missing"),
+        (("name: demo", "name: demo\nexecutor: slurm\nslurm: {time: 12:00:00}"), "slurm.time: 43200 must be minutes"),
     ],
 )
 def test_mistakes_in_the_yaml_are_named(
@@ -157,6 +199,7 @@ def test_mistakes_in_the_yaml_are_named(
         (["-c", "CONFIG", "--jobs", "0"], "jobs: 0 must be at least 1"),
         (["-c", "CONFIG", "--seeds", "a"], "seeds: 'a' is not a whole number"),
         (["-c", "CONFIG", "--job", "2"], "--job"),
+        (["-c", "CONFIG", "--detach"], "detach: runs of executor local end with the sweep"),
     ],
 )
 def test_mistakes_on_the_command_line_are_named(
@@ -193,7 +236,7 @@ def test_progress_line(tmp_path: Path) -> None:
 def test_terminal_lines_are_redrawn_in_place(tmp_path: Path) -> None:
     stream, run = Terminal(), Run("fault", 0, tmp_path, ())
     with Display(stream) as display:
-        display.begin(total=1, done=0, jobs=1)
+        display.begin(total=1, done=0, how="1 at a time")
         display.started(run)
         display.update([run], 0)
         assert stream.getvalue().endswith("0/1 done, 1 running, 0 waiting\n")

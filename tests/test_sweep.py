@@ -3,131 +3,29 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sweep_lab import Lab, Resolved, alive, verdict, wait_until
 
 from lightning_qk import sweep as sweep_module
-from lightning_qk.experiment import Experiment, Run, SweepError
+from lightning_qk.executors import local
+from lightning_qk.executors.local import LocalPool
+from lightning_qk.experiment import Experiment, SweepError
 from lightning_qk.sweep import Sweep, main
-from lightning_qk.sweep_display import Display
-
-FAKE_FIT = textwrap.dedent(
-    """
-    import json, os, signal, subprocess, sys, time
-    from pathlib import Path
-
-    run, how = Path(sys.argv[1]), sys.argv[2]
-    board = run.parents[1] / "board"  # what the test reads
-    board.mkdir(exist_ok=True)
-    name = f"{run.parent.name}-{run.name}"
-
-    def write(path, text):
-        path.with_suffix(".part").write_text(text)
-        path.with_suffix(".part").rename(path)
-
-    def wait_for(condition):
-        deadline = time.monotonic() + 30
-        while not condition():
-            if time.monotonic() > deadline:
-                sys.exit("the fake fit waited in vain")
-            time.sleep(0.02)
-
-    print("training", name, flush=True)
-    with (board / "launched").open("a") as file:
-        file.write(name + "\\n")
-    if how == "hang":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        write(board / f"{name}.pids", f"{os.getpid()} {worker.pid}")
-        time.sleep(600)
-    if how == "pair":  # go on only once two runs are alive at the same time
-        (board / f"{name}.alive").touch()
-        alive = len(list(board.glob("*.alive")))
-        wait_for(lambda: len((board / "launched").read_text().split()) >= 2)
-        with (board / "counts").open("a") as file:
-            file.write(f"{alive} ")
-        (board / f"{name}.alive").unlink()
-    if how == "crash":
-        print("RuntimeError: out of memory")
-        sys.exit(3)
-    if how == "silent":
-        sys.exit(0)
-    if how == "env":
-        keys = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "LIGHTNING_QK_THREADS", "CUDA_VISIBLE_DEVICES"]
-        write(board / f"{name}.env", json.dumps({key: os.environ.get(key) for key in keys}))
-    status = how if how in ("failed", "collapsed") else "completed"
-    write(run / "verdict.json", json.dumps({
-        "schema": 1, "status": status, "experiment": "demo", "arm": run.parent.name, "seed": int(run.name[5:]),
-        "step": 10, "max_steps": 20, "collapse_step": 7 if status == "collapsed" else None, "guard_step": None,
-        "loss": 2.0, "min_loss": 1.0, "val_loss": None, "sigma_q": 4.0, "sigma_k": 4.0, "max_logit": 30.0,
-        "max_logit_peak": 40.0, "seconds": 1.0, "versions": {}, "config_hash": "hash", "error": None}))
-    """
-)
-
-
-@dataclass(frozen=True)
-class Resolved:
-    config_hash: str = "hash"
-    run_dir: Path = Path()
-    uses_gpu: bool = False
-
-
-@dataclass
-class Lab:
-    """An experiment of two arms whose `fit` is the script above."""
-
-    root: Path
-    fake: Path
-    how: dict[str, str] = field(default_factory=dict)
-    out: io.StringIO = field(default_factory=io.StringIO)
-
-    def experiment(self, seeds: tuple[int, ...] = (0, 1), **changes: Any) -> Experiment:
-        base, arm = self.root / "base.yaml", self.root / "arm.yaml"
-        base.touch()
-        arm.touch()
-        values = {"name": "demo", "base": (base,), "arms": {"fp32": (arm,), "fault": (arm,)}, "seeds": seeds}
-        return Experiment(**{**values, **changes})
-
-    def sweep(self, resolve: Callable[[list[str]], Any] = lambda args: Resolved(), **options: Any) -> Sweep:
-        experiment = options.pop("experiment", None) or self.experiment()
-
-        def command(run: Run) -> list[str]:
-            return [sys.executable, "-I", "-S", str(self.fake), str(run.path), self.how.get(run.name, "ok")]
-
-        return Sweep(
-            *(experiment, self.root / "runs"), resolve=resolve, launcher=command, display=Display(self.out), **options
-        )
-
-    def path(self, name: str) -> Path:
-        return self.root / "runs" / "demo" / name
-
-    def launched(self) -> list[str]:
-        file = self.path("board/launched")
-        return file.read_text().split() if file.exists() else []
 
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Lab:
-    fake = tmp_path / "fake_fit.py"
-    fake.write_text(FAKE_FIT)
-    return Lab(tmp_path, fake)
-
-
-def verdict(lab: Lab, name: str) -> Mapping[str, Any]:
-    return json.loads(lab.path(f"{name}/verdict.json").read_text())
+    return Lab(tmp_path)
 
 
 def test_all_runs_get_verdict_log_and_record(lab: Lab) -> None:
@@ -158,14 +56,14 @@ def test_jobs_run_together_and_no_more_than_asked(lab: Lab) -> None:
 
 @pytest.mark.parametrize("gpus", [[], ["2", "5"]])
 def test_environment_of_a_run(lab: Lab, gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_module, "_gpus", lambda: gpus)
+    monkeypatch.setattr(local, "_gpus", lambda: gpus)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     lab.how["fp32/seed_0"] = "env"
     resolve = lambda args: Resolved(uses_gpu=bool(gpus))  # noqa: E731
     sweep = lab.sweep(resolve=resolve, experiment=lab.experiment((0,)), only=["fp32"])
     assert sweep.run() == 0
-    assert sweep.jobs == (2 if gpus else sweep_module._cores())
+    assert sweep.executor.jobs == (2 if gpus else local._cores())
     env = json.loads(lab.path("board/fp32-seed_0.env").read_text())
     assert env["CUDA_VISIBLE_DEVICES"] == ("2" if gpus else None)
     assert env["OMP_NUM_THREADS"] == env["LIGHTNING_QK_THREADS"] == (None if gpus else "1")
@@ -255,13 +153,13 @@ def test_main_runs_and_reports(lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys
     config = lab.root / "demo.yaml"
     config.write_text("{name: demo, arms: {fp32: arm.yaml, fault: arm.yaml}, seeds: [0, 1], report: {reference: fp32}}")
 
-    def build(experiment: Experiment, root: Path, jobs: int | None, only: list[str] | None) -> Sweep:
-        return lab.sweep(experiment=experiment, jobs=jobs, only=only)
+    def build(experiment: Experiment, root: Path, executor: LocalPool, only: list[str] | None) -> Sweep:
+        return lab.sweep(experiment=experiment, executor=executor, only=only)
 
     monkeypatch.setattr(sweep_module, "Sweep", build)
     assert main(["-c", str(config), "--jobs", "2"]) == 1
     out = capsys.readouterr().out
-    assert "Not counted: fp32/seed_1 is unfinished" in out
+    assert "unfinished" in out and "fp32/seed_1" in out
     assert "Against fp32" in out
     assert f"tensorboard --logdir {lab.path('')}" in out
     assert lab.path("figure.png").exists()
@@ -274,32 +172,15 @@ DRIVER = textwrap.dedent(
     import signal, sys
     from pathlib import Path
     sys.path.insert(0, str(Path(sys.argv[1]).parent))
-    import test_sweep
-    from lightning_qk import sweep
+    from sweep_lab import Lab
+    from lightning_qk.executors import attempt
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
-    sweep.GRACE_S = 0.3
-    lab = test_sweep.Lab(Path(sys.argv[2]), Path(sys.argv[2]) / "fake_fit.py", out=sys.stdout)
+    attempt.GRACE_S = 0.3
+    lab = Lab(Path(sys.argv[2]), out=sys.stdout)
     lab.how = {"fp32/seed_1": "hang", "fault/seed_1": "hang"}
     sys.exit(lab.sweep(jobs=2).run())
     """
 )
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process still runs; one that has ended and that nobody has waited for is a zombie."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")
-    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 @pytest.fixture
