@@ -4,10 +4,15 @@ from callbacks.bias_monitor import BiasMonitor
 from callbacks.collapse_stop import CollapseStop
 from callbacks.delta_spectrum_monitor import DeltaSpectrumMonitor
 from callbacks.direction_probe import DirectionProbe
+from callbacks.divergence_stop import DivergenceStop
 from callbacks.early_warning import EarlyWarning, Limit
 from callbacks.error_shaping import ErrorShaping
+from callbacks.gradient_drift_monitor import GradientDriftMonitor
 from callbacks.head_spectrum_monitor import HeadSpectrumMonitor
+from callbacks.last_bin_monitor import LastBinMonitor
 from callbacks.logit_bound_monitor import LogitBoundMonitor
+from callbacks.operand_attribution import OperandAttribution
+from callbacks.precision_switch import PrecisionSwitch
 from callbacks.qk_guard import QKGuard
 from callbacks.random_state import RandomState
 from callbacks.resumed_validation import ResumedValidation
@@ -23,11 +28,16 @@ __all__ = [
     "CollapseStop",
     "DeltaSpectrumMonitor",
     "DirectionProbe",
+    "DivergenceStop",
     "EarlyWarning",
     "ErrorShaping",
+    "GradientDriftMonitor",
     "HeadSpectrumMonitor",
+    "LastBinMonitor",
     "Limit",
     "LogitBoundMonitor",
+    "OperandAttribution",
+    "PrecisionSwitch",
     "QKGuard",
     "RandomState",
     "ResumedValidation",

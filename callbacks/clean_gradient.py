@@ -45,7 +45,11 @@ class CleanGradientCallback(Callback):
             )
         route_parameters(pl_module, self.route, self.layers)
         if stage == "fit":
-            trainer.precision_plugin.clean.request(Request(self.wanted, self.is_due, self.compare))
+            trainer.precision_plugin.clean.request(self.request(trainer))
+
+    def request(self, trainer: Trainer) -> Request:
+        """What is asked of the plugin."""
+        return Request(self.wanted, self.is_due, self.compare)
 
     def is_due(self, step: int) -> bool:
         """Whether the clean gradient of this optimizer step, counted from 1, is wanted; else none is made."""

@@ -134,6 +134,13 @@ class EarlyWarning(Callback):
             if self._streak[name] == self.patience:
                 self._alarms.setdefault(name, self._begun[name])
 
+    @property
+    def alarms(self) -> dict[str, int | None]:
+        """The step of the first alarm so far, None before it, of every reading that has a threshold, by label."""
+        return {
+            self.label(name): self._alarms.get(name) for name, limit in self._limits.items() if limit.value is not None
+        }
+
     def verdict_fields(self) -> dict[str, Any]:
         """What the run's verdict takes from here."""
         return {

@@ -16,6 +16,8 @@ _EXPORTS = {
     "GPTConfig": "model",
     "GPTModule": "module",
     "route_parameters": "routes",
+    "StudentTeacher": "student_teacher",
+    "GaussianData": "gaussian_data",
     "StdlibCorpus": "data",
     "TokenFile": "data",
     "HubText": "data",

@@ -1,7 +1,8 @@
 """``fit``, ``validate`` and ``test``: LightningCLI with run directories, exact resume and errors instead of silence.
 
 Several ``-c`` files merge from left to right; an arm is an overlay of a few lines. ``run.*`` and the seed name the
-run's directory, ``<root>/<experiment>/<arm>/seed_<n>``.
+run's directory, ``<root>/<experiment>/<arm>/seed_<n>``. The model is a GPTModule, whose arguments are ``model.*``, or
+what ``model.class_path`` names, with its arguments under ``model.init_args``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import yaml
 from jsonargparse import Namespace
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -28,11 +29,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 import callbacks  # noqa: F401  (short class names in YAML resolve to imported classes)
-import lightning_qk.precision  # noqa: F401
+import lightning_qk.gaussian_data
+import lightning_qk.precision
+import lightning_qk.student_teacher  # noqa: F401
 from callbacks import CollapseStop, RandomState, ResumedValidation, RunRecorder
 from lightning_qk.data import TokenData
 from lightning_qk.module import GPTModule
-from lightning_qk.overlays import keep_overrides
+from lightning_qk.overlays import chooses_model, keep_overrides
 from lightning_qk.verdict import read_verdict
 
 DONE = ("completed", "collapsed", "nonfinite")
@@ -272,9 +275,16 @@ _SETTINGS: dict[str, Any] = dict(
 )
 
 
+def _classes(args: list[str]) -> dict[str, Any]:
+    """Which model and data ``args`` may name: a GPT and its tokens, unless they choose another model."""
+    if chooses_model(args):
+        return {"model_class": LightningModule, "datamodule_class": LightningDataModule, "subclass_mode_model": True}
+    return {"model_class": GPTModule, "datamodule_class": TokenData}
+
+
 def build(args: list[str], run: bool) -> QKCLI:
     """The CLI for ``args``; with ``run=False`` nothing is trained and there is no subcommand."""
-    return QKCLI(GPTModule, TokenData, save_config_kwargs={"overwrite": True}, run=run, args=args, **_SETTINGS)
+    return QKCLI(save_config_kwargs={"overwrite": True}, run=run, args=args, **_classes(args), **_SETTINGS)
 
 
 class _ParseOnly(QKCLI):
@@ -302,7 +312,8 @@ def resolve_run(fit_args: list[str]) -> ResolvedRun:
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
-            cli = _ParseOnly(GPTModule, TokenData, save_config_callback=None, args=["fit", *fit_args], **_SETTINGS)
+            args = ["fit", *fit_args]
+            cli = _ParseOnly(save_config_callback=None, args=args, **_classes(args), **_SETTINGS)
     except SystemExit as error:
         raise ValueError(messages.getvalue().strip() or f"exit status {error.code}") from None
     return cli.resolved

@@ -25,14 +25,12 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
-from torch import Tensor
 from typing_extensions import override
 
+from lightning_qk.counted_loader import Batch, CountedLoader
 from lightning_qk.documents import Documents, FileDocuments, HubDocuments
 from lightning_qk.hub_text import VOCAB_SIZES, counter_hash, prepare
 from lightning_qk.token_file import ITEM_BYTES, fingerprint, open_tokens
-
-Batch = tuple[Tensor, Tensor]
 
 
 def window_starts(
@@ -50,12 +48,8 @@ def read_windows(tokens: NDArray[Any], starts: NDArray[np.int64], context: int) 
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-class BatchLoader:
-    """Training batches of one rank. Lightning saves and restores its state: the index of the next batch.
-
-    Iterating goes on from that index, so a resumed run gets the batches that an uninterrupted one would, and a second
-    epoch gets new ones. The loader has a length on purpose: without one Lightning fetches a batch ahead, and the saved
-    state would be one too far.
+class BatchLoader(CountedLoader):
+    """Training batches of one rank, by their index.
 
     Args:
         tokens: The training split.
@@ -70,34 +64,19 @@ class BatchLoader:
     def __init__(
         self, tokens: NDArray[Any], seed: int, batch_size: int, context: int, length: int, rank: int = 0, world: int = 1
     ) -> None:
+        super().__init__(length)
         self.tokens = tokens
         self.seed = seed
         self.batch_size = batch_size
         self.context = context
-        self.length = length
         self.rank = rank
         self.world = world
-        self.batch = 0
 
-    def __len__(self) -> int:
-        return self.length
-
+    @override
     def __getitem__(self, batch_idx: int) -> Batch:
         num_starts = len(self.tokens) - self.context
         starts = window_starts(self.seed, batch_idx, self.rank, self.world, self.batch_size, num_starts)
         return read_windows(self.tokens, starts, self.context)
-
-    def __iter__(self) -> Iterator[Batch]:
-        # Lightning stops by count and drops the iterator, so nothing may be left to do after the last batch.
-        for _ in range(self.length):
-            self.batch += 1
-            yield self[self.batch - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"batch": self.batch}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.batch = state_dict["batch"]
 
 
 class WindowLoader:

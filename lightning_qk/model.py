@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_qk.attention import SDPACore
 from lightning_qk.baselines import QK_NORMS, QKNorm, SigmaLinear
+from lightning_qk.mx_vector import Activation
 from lightning_qk.sites.site import QK_NORM_EPS, AttentionSite, MLPSite, Projection, rms_normalise
 
 __all__ = ["GPT", "MLP", "PRESETS", "QK_NORM_EPS", "Attention", "Block", "GPTConfig", "Rope", "rms_normalise"]
@@ -197,11 +198,12 @@ class MLP(MLPSite):
         hidden = config.mlp_ratio * config.d_model
         self.up_proj = _linear(config, config.d_model, hidden)
         self.down_proj = _linear(config, hidden, config.d_model)
+        self.activation = Activation("gelu")
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """[B, T, C] to [B, T, C]."""
-        return self.dropout(self.treat(self.down_proj(F.gelu(self.up_proj(x_BTC)))))
+        return self.dropout(self.treat(self.down_proj(self.activation(self.up_proj(x_BTC)))))
 
 
 class Block(nn.Module):

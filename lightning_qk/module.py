@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
-from torchmetrics import MeanMetric
 from typing_extensions import override
 
+from lightning_qk.loss_module import LossModule, full, logging_is_due, write_full
 from lightning_qk.model import GPT, GPTConfig
 from lightning_qk.optimizers import make_optimizer
 from lightning_qk.routes import route_parameters
 from lightning_qk.sites import switches_in
 
+__all__ = ["GPTModule", "full", "logging_is_due", "write_full"]
 
-class GPTModule(LightningModule):
+
+class GPTModule(LossModule):
     """Trains a :class:`~lightning_qk.model.GPT` on ``(tokens, targets)`` batches.
 
     Args:
@@ -70,7 +68,6 @@ class GPTModule(LightningModule):
         momentum = (0.95 if optimizer == "muon" else 0.9) if momentum is None else momentum
         self.save_hyperparameters()
         self.model = GPT(self.config, activation_checkpointing)
-        self.val_loss = MeanMetric()
         if compile:
             for block in self.model.blocks:
                 block.compile()
@@ -110,42 +107,11 @@ class GPTModule(LightningModule):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = self(*batch)
-        self.log("loss/train", loss.detach(), prog_bar=True, sync_dist=True)
-        return loss
-
-    @override
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.val_loss(self(*batch))
-        self.log("loss/val", self.val_loss, on_epoch=True, prog_bar=True)
-
-    @override
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.val_loss(self(*batch))
-        self.log("loss/test", self.val_loss, on_epoch=True)
-
-    @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not logging_is_due(self.trainer):
             return
         batches = self.trainer.fit_loop.total_batch_idx + 1  # over all epochs; batch_idx begins anew in each
         self.log("tokens", float(batch[0].numel() * self.trainer.world_size * batches))
-
-    @override
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: int | float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        if gradient_clip_algorithm not in (None, "norm"):
-            raise ValueError("trainer.gradient_clip_algorithm: only 'norm' is supported.")
-        # as Lightning has it, 0 is no clipping; clip_grad_norm_ would take it at its word
-        limit = float(gradient_clip_val) if gradient_clip_val is not None and gradient_clip_val > 0 else math.inf
-        norm = full(nn.utils.clip_grad_norm_(self.parameters(), limit))
-        if logging_is_due(self.trainer):
-            self.log_dict({"grad/norm": norm, "grad/clip_coef": (limit / (norm + 1e-6)).clamp(max=1.0)})
 
     @override
     def configure_optimizers(self) -> Any:
@@ -171,7 +137,7 @@ class GPTModule(LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._refuse_other_hyperparameters(checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {}))
+        super().on_load_checkpoint(checkpoint)
         if self._trainer is None or not self.trainer.training:
             return
         fired = switches_in(checkpoint.get("state_dict") or self.state_dict())  # FSDP2 has loaded the weights itself
@@ -183,35 +149,3 @@ class GPTModule(LightningModule):
                 f"The checkpoint has a guard that fired ({fired[0]} and {len(fired) - 1} more) but no QKGuard is "
                 "among trainer.callbacks. Resume with the arm's own YAML, or add a QKGuard."
             )
-
-    def _refuse_other_hyperparameters(self, saved: Mapping[str, Any]) -> None:
-        for key, value in saved.items():
-            mine = self.hparams.get(key, value)
-            if key in self.hparams and _plain(mine) != _plain(value):
-                raise ValueError(
-                    f"model.{key}={mine!r} but the checkpoint was trained with {value!r}. Give the checkpoint's value, "
-                    "or start a new run without --ckpt_path."
-                )
-
-
-def logging_is_due(trainer: Trainer) -> bool:
-    """Whether loggers write at the optimizer step under way: ``log`` costs half a millisecond, used or not."""
-    step = trainer.fit_loop.total_batch_idx // trainer.accumulate_grad_batches + 1
-    return step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
-
-
-def full(x: Tensor) -> Tensor:
-    """The whole of a tensor that FSDP2 may have sharded."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-@torch.no_grad()
-def write_full(target: Tensor, value: Tensor) -> None:
-    """Writes a whole tensor in place (DDP may view a gradient in a bucket), sharded again where FSDP2 has it so."""
-    if isinstance(target, DTensor):
-        value = distribute_tensor(value, target.device_mesh, target.placements)
-    target.copy_(value)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, list | tuple) else value

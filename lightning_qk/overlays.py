@@ -20,20 +20,33 @@ def keep_overrides(args: Sequence[str]) -> list[str]:
     merged: dict[str, Any] = {}
     for index, argument in enumerate(args):
         kept.append(argument)
-        name, _, value = argument.partition("=")
-        if index and args[index - 1] in ("-c", "--config"):
-            own = _overrides(argument)
-        else:
-            own = _overrides(value) if name in ("-c", "--config") else {}
-        if own:
+        own = _model(_file(args, index)).get("overrides")
+        if isinstance(own, dict):
             kept += [f"--model.overrides.{key}={json.dumps(merged[key])}" for key in merged if key not in own]
             merged |= own
     return kept
 
 
-def _overrides(file: str) -> dict[str, Any]:
-    """Of a configuration file; nothing where it has none, or is not one, of which the parser will tell."""
-    path = Path(file)
+def chooses_model(args: Sequence[str]) -> bool:
+    """Whether arguments, or a configuration file among them, name the model's class (``model.class_path``)."""
+    for index, argument in enumerate(args):
+        name = argument.partition("=")[0]
+        if name in ("--model", "--model.class_path") or "class_path" in _model(_file(args, index)):
+            return True
+    return False
+
+
+def _file(args: Sequence[str], index: int) -> str | None:
+    """The configuration file that an argument names, if it names one."""
+    if index and args[index - 1] in ("-c", "--config"):
+        return args[index]
+    name, _, value = args[index].partition("=")
+    return value if name in ("-c", "--config") else None
+
+
+def _model(file: str | None) -> dict[str, Any]:
+    """``model`` of a configuration file; nothing where it has none, or is not one, of which the parser will tell."""
+    path = Path(file or "")
     if not path.is_file():
         return {}
     try:
@@ -41,5 +54,4 @@ def _overrides(file: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError):
         return {}
     model = content.get("model") if isinstance(content, dict) else None
-    own = model.get("overrides") if isinstance(model, dict) else None
-    return own if isinstance(own, dict) else {}
+    return model if isinstance(model, dict) else {}

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_qk.model import MLP
 from lightning_qk.sites import ADAPTERS, MLPS, AttentionSite, MLPSite, adopt_attention, adopt_mlps
 from lightning_qk.sites.adopt import table_entry
+from lightning_qk.student import StudentBlock
 
 _PROJECTIONS = {"q": "q", "k": "k", "v": "v", "o": "o", "qk": "qk", "vo": "vo", "attention": "qkvo"}
 ROUTES = (*_PROJECTIONS, "mlp", "all")
@@ -71,6 +72,22 @@ def route_linears(model: nn.Module, route: str, layers: Sequence[int] | None = N
     return linears
 
 
+def head_linear(model: nn.Module) -> dict[str, nn.Linear]:
+    """The output layer of a language model, by its name in ``model``.
+
+    Raises:
+        ValueError: there is no ``nn.Linear`` called ``lm_head``.
+    """
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if name.split(".")[-1] == "lm_head" and isinstance(module, nn.Linear)
+    }
+    if not found:
+        raise ValueError(f"head: {type(model).__name__} has no nn.Linear called lm_head; set head to false.")
+    return found
+
+
 def route_parameters(model: nn.Module, route: str, layers: Sequence[int] | None = None) -> dict[str, nn.Parameter]:
     """The weight matrices of a route, by their names in ``model``.
 
@@ -96,7 +113,8 @@ def route_parameters(model: nn.Module, route: str, layers: Sequence[int] | None 
 
 
 def _mlp_layers(model: nn.Module) -> list[list[Any]]:
-    own = [[module.up_proj, module.down_proj] for module in model.modules() if isinstance(module, MLP)]
+    ours = (MLP, StudentBlock)
+    own = [[module.up_proj, module.down_proj] for module in model.modules() if isinstance(module, ours)]
     if own:
         return own
     tables = ((module, table_entry(module, MLPS)) for module in model.modules())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,11 +23,13 @@ class Request(NamedTuple):
         is_due: whether it wants an optimizer step, counted from 1.
         compare: called with the LightningModule at such a step once faulty and clean gradient are both complete, before
             any callback can have edited one.
+        passes: further passes over the batch at such a step, by name: the context that each runs in, backward included.
     """
 
     parameters: Callable[[nn.Module], Iterable[nn.Parameter]]
     is_due: Callable[[int], bool]
     compare: Callable[[LightningModule], None]
+    passes: Mapping[str, Callable[[], AbstractContextManager]] = {}
 
 
 class CleanGradients:
@@ -47,6 +50,7 @@ class CleanGradients:
         self._requests: list[Request] = []
         self._kept: dict[nn.Parameter, Tensor] = {}
         self._accumulated: dict[nn.Parameter, Tensor] = {}
+        self._others: dict[str, dict[nn.Parameter, Tensor]] = {}  # of further passes, by name
         self._norm: Tensor | None = None
         self._batch: Any = None
         self._rng: dict[str, Tensor] = {}
@@ -73,23 +77,36 @@ class CleanGradients:
         if self._batch is None:
             return
         batch, self._batch = self._batch, None
+        self._accumulated = self._rerun(module, batch, self._plugin.reference(), self._accumulated)
+        for request in self._due(module):
+            for name, context in request.passes.items():
+                self._others[name] = self._rerun(module, batch, context(), self._others.get(name, {}))
+
+    def _rerun(
+        self,
+        module: LightningModule,
+        batch: Any,
+        context: AbstractContextManager,
+        accumulated: Mapping[nn.Parameter, Tensor],
+    ) -> dict[nn.Parameter, Tensor]:
+        """Gradients accumulated over one more pass, in a context; those of the faulty pass and buffers stay."""
         trainer = module.trainer
         # swap-and-rerun: .grad is what DDP and FSDP2 reduce into, so the clean pass gets accumulators of its own there
         parameters = [p for p in module.parameters() if p.requires_grad]
         faulty = [p.grad for p in parameters]
         for p in parameters:
-            p.grad = self._accumulated.get(p)
+            p.grad = accumulated.get(p)
         after = [buffer.clone() for buffer in module.buffers()]
         self._set_buffers(module, self._buffers)
         try:
-            with isolate_rng(), self._plugin.reference(), torch.enable_grad():
+            with isolate_rng(), context, torch.enable_grad():
                 torch.set_rng_state(self._rng["cpu"])
                 if "cuda" in self._rng:
                     torch.cuda.set_rng_state(self._rng["cuda"], module.device)
                 with self._plugin.forward_context():
                     loss = trainer.model(*batch)  # type: ignore[misc]
                 (loss / trainer.accumulate_grad_batches).backward()
-            self._accumulated = {p: p.grad for p in parameters if p.grad is not None}
+            return {p: p.grad for p in parameters if p.grad is not None}
         finally:
             for p, gradient in zip(parameters, faulty, strict=True):
                 p.grad = gradient
@@ -123,11 +140,15 @@ class CleanGradients:
 
     def clear(self) -> None:
         """Called by the plugin after the optimizer step."""
-        self._kept, self._norm = {}, None
+        self._kept, self._others, self._norm = {}, {}, None
 
     def __getitem__(self, p: nn.Parameter) -> Tensor:
         """The clean gradient of a parameter that was asked for, sharded as its gradient is."""
         return self._kept[p]
+
+    def under(self, name: str) -> Mapping[nn.Parameter, Tensor]:
+        """The gradients of a further pass that was asked for; empty where faults are off, so that there was none."""
+        return self._others.get(name, {})
 
     @property
     def norm(self) -> Tensor:

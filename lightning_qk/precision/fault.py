@@ -1,7 +1,7 @@
 """The precision plugin that owns the arithmetic of a run: its base dtype, and which faults are on in which pass.
 
-Trainer takes one Precision, so faults compose inside it: an :class:`AttentionFault` acts in the forward and backward
-pass, a :class:`GradientFault` on the finished gradient or in the product that makes it.
+Trainer takes one Precision, so faults compose inside it: an :class:`AttentionFault` and :class:`MatmulFormats` act in
+the forward and backward pass, a :class:`GradientFault` on the finished gradient or in the product that makes it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_qk.attention import FaultSwitch
+from lightning_qk.mx_policy import MXPolicy
 from lightning_qk.precision.attention_fault import AttentionFault
 from lightning_qk.precision.clean_gradients import CleanGradients
 from lightning_qk.precision.gradient_fault import GradientFault
+from lightning_qk.precision.matmul_formats import MatmulFormats
 from lightning_qk.routes import attention_sites
 
 
@@ -40,6 +42,7 @@ class FaultPrecision(Precision):
         base: ``bf16`` (autocast) or ``fp32``.
         faults_in_validation: keep the fault on in validation and test passes.
         seed: base seed of stochastic roundings.
+        matmul: formats of matmuls and vector operations; None leaves them as they are.
 
     Attributes:
         clean: the gradient without the faults, for callbacks that asked for it.
@@ -52,11 +55,12 @@ class FaultPrecision(Precision):
         base: Literal["bf16", "fp32"] = "bf16",
         faults_in_validation: bool = False,
         seed: int = 0,
+        matmul: MatmulFormats | None = None,
     ) -> None:
         super().__init__()
         if base not in ("bf16", "fp32"):
             raise ValueError(f"{type(self).__name__}: base={base!r} must be 'bf16' or 'fp32'.")
-        self.attention, self.gradient = attention, gradient
+        self.attention, self.gradient, self.matmul = attention, gradient, matmul
         self.base, self.faults_in_validation, self.seed = base, faults_in_validation, seed
         self.switch = FaultSwitch()
         self.clean = CleanGradients(self)
@@ -66,11 +70,28 @@ class FaultPrecision(Precision):
     def faults_in_passes(self) -> bool:
         """Whether the forward and backward pass with the faults on differ from clean ones."""
         in_product = self.gradient is not None and self.gradient.where == "product"
-        return in_product or (self.attention is not None and self.attention.is_faulty)
+        in_matmuls = self.matmul is not None and not self.matmul.policy.is_exact
+        return in_product or in_matmuls or (self.attention is not None and self.attention.is_faulty)
 
     def verdict_fields(self) -> dict[str, Any]:
         """What the run's verdict takes from here: tables say so where an error was amplified."""
-        return {} if self.gradient is None else {"error_gain": self.gradient.error_gain}
+        gradient = {} if self.gradient is None else {"error_gain": self.gradient.error_gain}
+        return gradient if self.matmul is None else gradient | self.matmul.verdict_fields()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.matmul is None or not self.matmul.changes else {"matmul_changes": list(self.matmul.changes)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        changes = state_dict.get("matmul_changes", [])
+        if self.matmul is None and changes:
+            raise ValueError(
+                f"{type(self).__name__}: the checkpoint's MX policy has been changed ({', '.join(changes)}), but the "
+                "plugin has none. Resume with the run's own YAML."
+            )
+        if self.matmul is not None:
+            self.matmul.restore(changes)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -78,6 +99,8 @@ class FaultPrecision(Precision):
         self._module = module  # the LightningModule; `connect` would get DDP's wrapper
         if self.gradient is not None:
             self.gradient.convert(module, self.switch)
+        if self.matmul is not None:
+            self.matmul.convert(module, self.switch)
         sites = attention_sites(module) if self.attention is not None else []
         for layer, site in enumerate(sites):
             assert self.attention is not None
@@ -116,6 +139,8 @@ class FaultPrecision(Precision):
     def train_step_context(self) -> Generator[None]:
         step = self._module.trainer.fit_loop.total_batch_idx  # a counter of micro-batches that resume restores
         self.switch.seed = self.seed * 1_000_000_007 + step
+        if self.matmul is not None and not self.matmul.products:
+            self.matmul.choose_products(self._module.device)
         with self.forward_context():
             yield
 
@@ -144,6 +169,16 @@ class FaultPrecision(Precision):
         Keep it open until the pass's backward is done.
         """
         with self._switched(on=False):
+            yield
+
+    @contextmanager
+    def under(self, policy: MXPolicy) -> Generator[None]:
+        """Another faulty pass on the same batch, under another policy; sensors are left as they are.
+
+        Keep it open until the pass's backward is done.
+        """
+        assert self.matmul is not None
+        with self._switched(on=True), self.matmul.instead(policy):
             yield
 
     @contextmanager

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from kernels import mx_quantize
 from lightning_qk.module import full, write_full
-from lightning_qk.mx_linear import MXLinear, OperandFormat
+from lightning_qk.mx_linear import MXLinear
+from lightning_qk.operand_format import OperandFormat
 from lightning_qk.routes import ROUTES, route_linears, route_parameters
 
 

@@ -1,0 +1,229 @@
+"""The plugin: options arrive, parts outside it are untouched, and it composes with the other faults."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from student import fit_student, mx, student
+from tiny import assert_same, data, fault, fit, gpt, module, weights
+from torch import nn
+
+from callbacks import BiasMonitor, RouteSplice
+from lightning_qk.mx_linear import MXLinear
+from lightning_qk.mx_policy import OPERANDS, MXPolicy
+from lightning_qk.mx_vector import Activation, MXLayerNorm
+from lightning_qk.operand_format import OperandFormat
+from lightning_qk.precision import FaultPrecision, GradientFault, MXTraining
+from lightning_qk.routes import route_linears
+
+
+def policy(**arguments: Any) -> MXPolicy:
+    matmul = MXTraining(**arguments).matmul
+    assert matmul is not None
+    return matmul.policy
+
+
+class TestOptions:
+    def test_the_preset_is_the_policy(self) -> None:
+        assert policy() == MXPolicy.preset("mxfp8_e4m3") and policy(preset="mxfp4") == MXPolicy.preset("mxfp4")
+
+    def test_scale_rounding_and_block_reach_all_operands(self) -> None:
+        seen = policy(preset="mxfp8_mix", scale="rceil", rounding="sr", block=16)
+        assert {(one.scale, one.rounding, one.block) for one in seen.operands.values() if one} == {("rceil", "sr", 16)}
+        assert seen.operands["dy_dgrad"] == OperandFormat("mxfp8_e5m2", "rceil", "sr", 16)
+
+    def test_single_operands(self) -> None:
+        seen = policy(rounding="away", operands={"x": {"rounding": "sr"}, "w": None, "dy_dgrad": "mxfp4_e2m1"})
+        assert seen.x == OperandFormat("mxfp8_e4m3", rounding="sr") and seen.w is None
+        assert seen.dy_dgrad == OperandFormat("mxfp4_e2m1", rounding="away")
+        alone = policy(preset="fp32", operands={"w_dgrad": {"fmt": "mxfp6_e3m2", "block": None}})
+        assert alone == MXPolicy(w_dgrad=OperandFormat("mxfp6_e3m2", block=None))
+
+    def test_changes_come_in_order_and_the_rest_over_them(self) -> None:
+        seen = policy(changes=["bump", "forward_only"], activation="fp32", hadamard="all", ln_affine="bf16")
+        assert seen.x == OperandFormat("mxfp8_e4m3", "rceil") and seen.dy_wgrad is None
+        assert (seen.vector, seen.vector_backward) == ("bf16", "fp32")
+        assert (seen.activation, seen.hadamard, seen.ln_affine) == ("fp32", "all", "bf16")
+        assert policy(changes=["bump"], as_released=True).x == OperandFormat("mxfp8_e4m3", "bump_released")
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            ({"preset": "mxfp5"}, "preset 'mxfp5'"),
+            ({"changes": ["fp16"]}, "change 'fp16'"),
+            ({"scale": "round"}, "scale='round'"),
+            ({"rounding": "up"}, "rounding='up'"),
+            ({"block": 0}, "block=0"),
+            ({"operands": {"y": None}}, "operands.y is not one of x, w"),
+            ({"operands": {"x": {"format": "mxfp4"}}}, "operands.x.format does not exist"),
+            ({"operands": {"x": "mxfp5"}}, "mxfp5"),
+            ({"preset": "fp32", "operands": {"x": {"scale": "ceil"}}}, "operands.x.fmt is missing"),
+            ({"hadamard": "some"}, "hadamard='some'"),
+            ({"ln_affine": "fp8"}, "ln_affine='fp8'"),
+            ({"base": "fp16"}, "base='fp16'"),
+        ],
+    )
+    def test_errors_name_the_argument(self, arguments: dict[str, Any], named: str) -> None:
+        with pytest.raises(ValueError, match=named):
+            MXTraining(**arguments)
+
+
+class TestScope:
+    @pytest.mark.parametrize("route", ["qk", "mlp", "all"])
+    @pytest.mark.parametrize("head", [False, True])
+    def test_linears_by_route_and_head(self, route: str, head: bool) -> None:
+        model = module()
+        MXTraining(route=route, head=head, layers=[1]).convert_module(model)
+        found = {name for name, part in model.named_modules() if isinstance(part, MXLinear)}
+        assert found == set(route_linears(model, route, [1])) | ({"model.lm_head"} if head else set())
+        norms = [part for part in model.modules() if isinstance(part, nn.LayerNorm)]
+        assert norms and all(isinstance(part, MXLayerNorm) for part in norms)
+        assert all(part.arithmetic is not None for part in model.modules() if isinstance(part, Activation))
+        assert model.state_dict().keys() == module().state_dict().keys()
+
+    def test_a_second_conversion_changes_nothing(self) -> None:
+        model, plugin = module(), MXTraining(head=True)
+        for _ in range(2):  # fit and validate both do
+            plugin.convert_module(model)
+        assert sum(isinstance(part, MXLinear) for part in model.modules()) == 2 * 6 + 1
+
+    def test_two_models_have_policies_of_their_own(self) -> None:
+        models = [student(), student()]
+        for model, preset in zip(models, ("mxfp4", "fp32"), strict=True):
+            mx(preset).convert_module(model)
+        x = torch.randn(64, 32)
+        plain = student().student(x)
+        assert torch.equal(models[1].student(x), plain) and not torch.equal(models[0].student(x), plain)
+
+
+class TestExactness:
+    @pytest.mark.parametrize("base", ["fp32", "bf16"])
+    def test_the_fp32_policy_is_the_run_without_it(self, tmp_path: Path, base: Any) -> None:
+        control = MXTraining("fp32", head=True, base=base)
+        left = fit(tmp_path, [], control, max_steps=4)
+        right = fit(tmp_path, [], FaultPrecision(base=base), max_steps=4)
+        assert left[1].losses == right[1].losses
+        assert_same(weights(left[0]), weights(right[0]))
+
+    def test_mx_is_another_run_and_repeats_itself(self, tmp_path: Path) -> None:
+        settings: dict[str, Any] = {"head": True, "base": "fp32", "rounding": "sr", "block": 16}
+        runs = [fit(tmp_path, [], MXTraining(seed=seed, **settings), max_steps=3)[1].losses for seed in (0, 0, 1)]
+        exact = fit(tmp_path, [], FaultPrecision(base="fp32"), max_steps=3)[1].losses
+        assert runs[0] == runs[1] and runs[0] != runs[2] and runs[0] != exact
+
+    def test_activation_checkpointing_recomputes_the_same(self, tmp_path: Path) -> None:
+        runs = [
+            fit(
+                tmp_path,
+                [],
+                MXTraining("mxfp4", rounding="sr", base="fp32"),
+                module(activation_checkpointing=on),
+                accumulate_grad_batches=2,
+            )[1].losses
+            for on in (False, True)
+        ]
+        assert runs[0] == runs[1]
+
+    def test_the_reference_pass_is_untouched(self, tmp_path: Path) -> None:
+        spliced = fit(tmp_path, [RouteSplice("mlp")], MXTraining("mxfp4", base="fp32"), max_steps=1)[1].gradients[0]
+        exact = fit(tmp_path, [], FaultPrecision(base="fp32"), max_steps=1)[1].gradients[0]
+        chosen = {f"{name}.weight" for name in route_linears(module(), "mlp")}
+        assert_same({n: spliced[n] for n in chosen}, {n: exact[n] for n in chosen})
+        assert any(not torch.equal(spliced[n], exact[n]) for n in exact.keys() - chosen)
+
+    @pytest.mark.parametrize("there_too", [False, True])
+    def test_validation_is_untouched_unless_asked(self, tmp_path: Path, there_too: bool) -> None:
+        plugin = MXTraining("mxfp4", base="fp32", faults_in_validation=there_too)
+        settings: dict[str, Any] = dict(max_steps=2, limit_val_batches=1.0, val_check_interval=2)
+        model, recording = fit(tmp_path, [], plugin, **settings)
+        plain = module()
+        plain.load_state_dict(model.state_dict())
+        validation = data(context=16)
+        validation.load()
+        with torch.no_grad():
+            expected = [float(plain(*batch)) for batch in validation.val_dataloader()]
+        same = recording.logged[-1]["loss/val"] == pytest.approx(sum(expected) / len(expected), rel=1e-6)
+        assert same != there_too
+
+    def test_layer_norm_biases_are_trained(self, tmp_path: Path) -> None:
+        before = weights(student())
+        for released in (False, True):
+            trained = weights(fit_student(tmp_path, plugin=mx("mxfp8_e4m3", as_released=released), max_steps=2)[0])
+            moved = {name: not torch.equal(value, before[name]) for name, value in trained.items()}
+            assert all(now for name, now in moved.items() if "student" in name and "norm.bias" not in name)
+            assert {now for name, now in moved.items() if "norm.bias" in name} == {not released}
+
+
+class TestComposition:
+    def test_with_attention_and_gradient_faults(self, tmp_path: Path) -> None:
+        finished = GradientFault("mlp", block=8)
+        plugin = MXTraining("mxfp8_e4m3", attention=fault().attention, gradient=finished, base="fp32")
+        without = [
+            MXTraining("mxfp8_e4m3", attention=fault().attention, base="fp32"),
+            MXTraining("mxfp8_e4m3", gradient=finished, base="fp32"),
+            fault(gradient=finished),
+        ]
+        both = fit(tmp_path, [], plugin, max_steps=2)[1].losses
+        assert all(fit(tmp_path, [], one, max_steps=2)[1].losses != both for one in without)
+
+    def test_a_product_fault_is_the_policy_of_its_two_operands(self, tmp_path: Path) -> None:
+        operand: Any = {"fmt": "mxfp4_e2m1"}
+        by_policy = MXTraining("fp32", operands={"x_wgrad": operand, "dy_wgrad": operand}, route="mlp", base="fp32")
+        by_fault = MXTraining("fp32", gradient=GradientFault("mlp", where="product"), base="fp32")
+        runs = [fit(tmp_path, [], plugin, max_steps=2) for plugin in (by_policy, by_fault)]
+        assert_same(weights(runs[0][0]), weights(runs[1][0]))
+
+    def test_the_bias_monitor_reads_its_error(self, tmp_path: Path) -> None:
+        monitor = BiasMonitor("mlp", every_n_steps=1)
+        fit_student(tmp_path, [monitor], mx("mxfp8_e4m3"), max_steps=1)
+        assert 0.02 < monitor._last["zeta"] < 0.2
+
+    def test_a_policy_that_is_not_on_costs_no_clean_pass(self) -> None:
+        plugin = mx("mxfp4")
+        assert plugin.faults_in_passes and plugin.matmul is not None
+        plugin.matmul.policy = MXPolicy()
+        assert not plugin.faults_in_passes
+
+
+class TestProducts:
+    def test_emulation_is_chosen_and_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level("INFO"):
+            plugin = mx("mxfp8_e4m3")
+            fit_student(tmp_path, plugin=plugin, max_steps=1)
+        assert "MX products: emulated (the device is cpu, not cuda)" in caplog.text
+        assert plugin.verdict_fields() == {"mx_products": "emulated (the device is cpu, not cuda)"}
+
+    @pytest.mark.parametrize(
+        ("settings", "why"),
+        [
+            ({"native": False}, "native: false"),
+            ({"preset": "bf16"}, "no product of two quantised operands"),
+            ({"preset": "mxfp4"}, "is not MXFP8"),
+            ({"preset": "mxfp8_e5m2"}, "two E5M2"),
+            ({"changes": ["bump"], "as_released": True}, "a scale for every element"),
+        ],
+    )
+    def test_or_why_there_can_be_no_other(self, settings: dict[str, Any], why: str) -> None:
+        matmul = MXTraining(**settings).matmul
+        assert matmul is not None
+        matmul.choose_products(torch.device("cpu"))
+        assert why in matmul.products and not matmul.native
+
+
+def test_every_operand_matters_in_a_model(tmp_path: Path) -> None:
+    """Each of the six alone changes a training run of the GPT, and each another one."""
+    exact = tuple(fit(tmp_path, [], FaultPrecision(base="fp32"), max_steps=2)[1].losses)
+    runs = {exact}
+    for name in OPERANDS:
+        plugin = MXTraining("fp32", operands={name: "mxfp4_e2m1"}, base="fp32")
+        runs.add(tuple(fit(tmp_path, [], plugin, max_steps=2)[1].losses))
+    assert len(runs) == 1 + len(OPERANDS)
+
+
+def test_policies_compare_by_value() -> None:
+    assert dataclasses.replace(MXPolicy.preset("mxfp4")) == MXPolicy.preset("mxfp4") != MXPolicy.preset("nvfp4")
+    assert gpt().blocks  # a GPT is built without any policy
