@@ -6,12 +6,10 @@ import math
 from collections import deque
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 from typing_extensions import override
 
-from callbacks.step import OptimizerStepClock
+from callbacks.step import StepLoss
 from lightning_qk.module import logging_is_due
 
 
@@ -41,8 +39,7 @@ class CollapseStop(Callback):
         if window < 1 or patience < 0:
             raise ValueError(f"CollapseStop: window={window} must be at least 1 and patience={patience} at least 0.")
         self.excess, self.margin, self.window, self.patience, self.stop = excess, margin, window, patience, stop
-        self._clock = OptimizerStepClock()
-        self._micro: list[Tensor] = []
+        self._loss = StepLoss()
         self._recent: deque[float] = deque(maxlen=window)
         self._tail: deque[float] = deque(maxlen=50)  # what the verdict calls the final loss
         self._minimum = math.inf
@@ -52,7 +49,7 @@ class CollapseStop(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.start(trainer)
+        self._loss.start(trainer)
         if self._over:
             trainer.should_stop = True  # Lightning does not save its own flag
 
@@ -60,15 +57,10 @@ class CollapseStop(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        self._micro.append(loss.detach().float() * trainer.accumulate_grad_batches)  # Lightning divided it
-        if not self._clock.stepped(trainer):
+        loss = self._loss.take(trainer, outputs)
+        if loss is None:
             return
-        value = torch.stack(self._micro).mean()
-        self._micro.clear()
-        if trainer.world_size > 1:
-            value = trainer.strategy.reduce(value, reduce_op="mean")
-        self.judge(float(value), trainer.global_step)
+        self.judge(loss, trainer.global_step)
         if self._recent and logging_is_due(trainer):
             pl_module.log("collapse/excess", max(0.0, self._mean() - self._minimum))
         if self._over:

@@ -6,12 +6,10 @@ import math
 from collections import deque
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 from typing_extensions import override
 
-from callbacks.step import OptimizerStepClock
+from callbacks.step import StepLoss
 from lightning_qk.module import logging_is_due
 
 
@@ -44,29 +42,23 @@ class DivergenceStop(Callback):
                 "least 0."
             )
         self.rise, self.window, self.stop, self.patience = rise, window, stop, patience
-        self._clock = OptimizerStepClock()
-        self._micro: list[Tensor] = []
+        self._loss = StepLoss()
         self._losses: deque[float] = deque(maxlen=window + 1)
         self.divergence_step: int | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock.start(trainer)
+        self._loss.start(trainer)
         self._end_if_due(trainer)  # Lightning does not save its own flag
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        self._micro.append(loss.detach().float() * trainer.accumulate_grad_batches)  # Lightning divided it
-        if not self._clock.stepped(trainer):
+        loss = self._loss.take(trainer, outputs)
+        if loss is None:
             return
-        value = torch.stack(self._micro).mean()
-        self._micro.clear()
-        if trainer.world_size > 1:
-            value = trainer.strategy.reduce(value, reduce_op="mean")
-        self.judge(float(value), trainer.global_step)
+        self.judge(loss, trainer.global_step)
         if logging_is_due(trainer) and math.isfinite(self._change()):
             pl_module.log("divergence/change", self._change())
         self._end_if_due(trainer)

@@ -140,7 +140,7 @@ class AttentionCore(ABC):
 
     def soft_capped(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, cap_H: Tensor) -> Tensor:
         """The same with soft-capped logits."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no soft cap; see has_softcap.")
 
     @property
     @abstractmethod
@@ -214,11 +214,6 @@ class FlashCore(SDPACore):
 
 class ModelCore(SDPACore):
     """Sensors of a model that calls its own attention function."""
-
-
-def max_causal_logit(q_BHTD: Tensor, k_BHTD: Tensor) -> Tensor:
-    """The exact maximum of the scaled causal scores per head, float32 [H]; NaN where any score is NaN."""
-    return Pass(q_BHTD, k_BHTD).max_logit_H()
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ from tiny import SIZE, assert_same, gpt, gradients
 from torch import Tensor, nn
 
 from kernels import RoundingSites
-from lightning_qk.attention import AttentionCore, FaultSwitch, SDPACore, StreamingCore, max_causal_logit
+from lightning_qk.attention import AttentionCore, FaultSwitch, Pass, SDPACore, StreamingCore
 from lightning_qk.model import GPT, PRESETS, QK_NORM_EPS, Attention, GPTConfig, rms_normalise
 from lightning_qk.routes import ROUTES, attention_sites, route_parameters
 
@@ -417,9 +417,9 @@ def test_stochastic_sites_draw_by_seed_and_layer() -> None:
     assert all(not torch.equal(a, b) for i, a in enumerate(results) for b in results[:i])
 
 
-def test_max_causal_logit_of_the_first_row_is_its_own_key() -> None:
+def test_the_first_row_sees_its_own_key_only() -> None:
     q, k = torch.ones(1, 1, 1, 4), torch.full((1, 1, 1, 4), 2.0)
-    assert max_causal_logit(q, k).tolist() == [4.0]
+    assert Pass(q, k).max_logit_H().tolist() == [4.0]
 
 
 # routes

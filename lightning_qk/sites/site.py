@@ -124,7 +124,7 @@ class AttentionSite(_Switches):
 
     def projection(self, name: str) -> Projection:
         """Where ``q``, ``k``, ``v`` or ``o`` is."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.projection: say where {name!r} is.")
 
     @property
     def scales_qk(self) -> bool:
