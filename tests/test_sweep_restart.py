@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import subprocess
@@ -39,26 +40,29 @@ def resumptions(directory: Path) -> int:
 
 
 def killed_again_and_again(
-    command: list[str], log: Path, sign: Callable[[], Any], longest: float, check: Callable[[], None]
+    command: list[str], log: Path, progress: Callable[[], int], most: int, jitter: float, check: Callable[[], None]
 ) -> None:
-    """Start a sweep, kill it without notice some time after a sign of life, look, and so on; then let it be.
+    """Start a sweep, kill it without notice after some more checkpoints, look, and so on; then let it be.
+
+    The moments are counted in checkpoints, not in seconds, so that they lie within the runs on any machine.
 
     Args:
         command: The sweep.
         log: Where its output goes.
-        sign: Something that changes when it does what is to be interrupted.
-        longest: The latest moment after that, in seconds.
+        progress: How many checkpoints all runs have written by now.
+        most: The most checkpoints until a kill.
+        jitter: The most seconds after that, so that a kill can come at any moment between two checkpoints.
         check: Looks at what there is.
     """
     draw = random.Random(0)
     for last in [False] * KILLS + [True]:
-        before = sign()
+        goal = progress() + draw.randint(1, most)
         with log.open("w") as file:
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        while not last and process.poll() is None and sign() == before:
-            time.sleep(0.02)
+        while not last and process.poll() is None and progress() < goal:
+            time.sleep(0.005)
         if not last:
-            time.sleep(draw.uniform(0, longest))
+            time.sleep(draw.uniform(0, jitter))
             process.send_signal(signal.SIGKILL)
         code = process.wait(600)
         check()
@@ -83,10 +87,11 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
 
     command = [sys.executable, str(driver), __file__, str(lab.root)]
 
-    def checkpoints() -> dict[Path, str]:
-        return {file: file.read_text() for file in lab.path("").glob("*/seed_*/checkpoints/last.ckpt")}
+    def checkpoints() -> int:
+        files = lab.path("").glob("*/seed_*/checkpoints/last.ckpt")
+        return sum(json.loads(file.read_text())[0] // 5 for file in files)
 
-    killed_again_and_again(command, tmp_path / "out.txt", checkpoints, 0.3, check)
+    killed_again_and_again(command, tmp_path / "out.txt", checkpoints, most=4, jitter=0.1, check=check)
     assert lab.verdicts() == expected
     assert resumptions(lab.path("")) >= 2
 
@@ -123,9 +128,13 @@ def test_trainings_killed_at_random_moments(tmp_path: Path, monkeypatch: pytest.
     command = [sys.executable, "-m", "lightning_qk", "sweep", "-c", str(config), "--root", str(root)]
     command += ["--jobs", "2", "--report", "false"]
 
-    def checkpoints() -> set[Path]:
-        return set(root.glob("campaign/*/seed_*/checkpoints/step_*.ckpt"))
+    seen_checkpoints: set[Path] = set()  # old ones are removed
 
-    killed_again_and_again(command, tmp_path / "out.txt", checkpoints, 3.0, check)
+    def checkpoints() -> int:
+        seen_checkpoints.update(root.glob("campaign/*/seed_*/checkpoints/step_*.ckpt"))
+        return len(seen_checkpoints)
+
+    # 160 in all: five kills leave some to be written
+    killed_again_and_again(command, tmp_path / "out.txt", checkpoints, most=24, jitter=0.1, check=check)
     assert finished(root).keys() == expected.keys()
     assert resumptions(root / "campaign") >= 2
