@@ -162,9 +162,6 @@ class AttentionCore(ABC):
             raise self._unread()
         return self._pass
 
-    def _kept_qk(self) -> tuple[Tensor, Tensor]:
-        return self._kept()[:2]
-
     def _unread(self) -> RuntimeError:
         return RuntimeError(
             f"{type(self).__name__}: nothing to read yet. Set `core.observed = True` (logits) or `core.keep_qk = True` "

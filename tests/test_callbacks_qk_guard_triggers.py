@@ -38,7 +38,7 @@ class Oracle(Callback):
         sites = attention_sites(pl_module)
         rows: dict[str, list[torch.Tensor]] = {name: [] for name in self.seen}
         for site in sites:
-            q, k = (x.double() for x in site.core._kept_qk())
+            q, k = (x.double() for x in site.core._kept()[:2])
             scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf)
             rows["logit"].append(site.core.max_logit_H)
             rows["sigma_q"].append(torch.linalg.svdvals(site.q_proj.weight.detach())[:1].expand(2))

@@ -146,7 +146,7 @@ def test_entropy_is_that_of_the_attention_rows(tmp_path: Path, plugin: Any) -> N
     class Keep(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
             for site in attention_sites(pl_module):
-                q, k = (x.double() for x in site.core._kept_qk())
+                q, k = (x.double() for x in site.core._kept()[:2])
                 scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
                 p = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf).softmax(-1)
                 kept.append(float(-(p * p.clamp_min(1e-300).log()).sum(-1).mean((0, 2)).min()))

@@ -151,7 +151,7 @@ def logits_of(attention: Attention, x: Tensor) -> Tensor:
     attention.core = SDPACore()
     attention.core.observed = True
     attention(x)
-    q, k = attention.core._kept_qk()
+    q, k = attention.core._kept()[:2]
     return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
 
 
