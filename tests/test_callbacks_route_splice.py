@@ -12,10 +12,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from tiny import Recording, assert_same, fault, fit, gradients, module, weights
+from tiny import SIZE, Recording, assert_same, fault, fit, gradients, module, weights
 from torch import Tensor
 
 from callbacks import ErrorShaping, QKGuard, RouteSplice, SpectralMonitor
+from lightning_qk.module import GPTModule
 from lightning_qk.precision import FaultPrecision
 from lightning_qk.routes import ROUTES, attention_sites, route_parameters
 
@@ -207,3 +208,18 @@ def test_edits_that_would_undo_each_other_are_refused(tmp_path: Path, callbacks:
 def test_two_routes_have_tags_of_their_own(tmp_path: Path) -> None:
     row = run(tmp_path, [RouteSplice("qk"), RouteSplice("mlp")], "bf16_carry").logged[0]
     assert row["splice/relative_error/qk"] != row["splice/relative_error/mlp"]
+
+
+class Logits(GPTModule):
+    """A stranger: its forward gives logits, and its training_step makes a loss of them."""
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        return self.model(tokens_BT)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.model.loss(*batch)
+
+
+def test_a_module_whose_forward_is_not_the_loss_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"forward\(\*batch\).*LossModule"):
+        fit(tmp_path, [RouteSplice("qk")], fault(), Logits(overrides=SIZE))

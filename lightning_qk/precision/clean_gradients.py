@@ -104,13 +104,25 @@ class CleanGradients:
                 if "cuda" in self._rng:
                     torch.cuda.set_rng_state(self._rng["cuda"], module.device)
                 with self._plugin.forward_context():
-                    loss = trainer.model(*batch)  # type: ignore[misc]
+                    loss = self._loss(trainer.model, batch)
                 (loss / trainer.accumulate_grad_batches).backward()
             return {p: p.grad for p in parameters if p.grad is not None}
         finally:
             for p, gradient in zip(parameters, faulty, strict=True):
                 p.grad = gradient
             self._set_buffers(module, after)
+
+    @staticmethod
+    def _loss(model: Any, batch: Any) -> Tensor:
+        """The loss by the module's forward, which DDP and FSDP2 wrap; its training_step would log everything twice."""
+        loss = model(*batch) if isinstance(batch, (tuple, list)) else None
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise TypeError(
+                "A clean pass calls forward(*batch) of the LightningModule and takes what comes back for the loss; got "
+                f"a {type(batch).__name__} for a batch and a {type(loss).__name__} for the loss. Give the module a "
+                "forward that takes the batch's tensors and returns the loss (see lightning_qk.loss_module.LossModule)."
+            )
+        return loss
 
     @staticmethod
     def _set_buffers(module: nn.Module, values: list[Tensor]) -> None:
