@@ -134,8 +134,7 @@ class BiasMonitor(EarlyWarning, CleanGradientCallback):
 
     @override
     def label(self, name: str) -> str:
-        layers = "" if self.layers is None else "/layers_" + "_".join(map(str, self.layers))
-        return f"{name}/{self.route}{layers}"
+        return f"{name}/{self.scope}"
 
     @property
     @override

@@ -29,6 +29,11 @@ class CleanGradientCallback(Callback):
     def __init__(self, route: str, layers: list[int] | None = None) -> None:
         self.route, self.layers = route, layers
 
+    @property
+    def scope(self) -> str:
+        """The route, and the layers where they are not all, for names of readings."""
+        return self.route if self.layers is None else f"{self.route}/layers_" + "_".join(map(str, self.layers))
+
     @staticmethod
     def plugin(trainer: Trainer) -> FaultPrecision:
         """The run's fault plugin, which :meth:`setup` has checked for."""

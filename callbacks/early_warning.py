@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from callbacks.step import OptimizerStepClock
+from lightning_qk.guarded import refuse_unguarded
 from lightning_qk.sites import adopt_attention
 
 
@@ -91,7 +92,11 @@ class EarlyWarning(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        adopt_attention(pl_module)  # before weights are restored
+        adopt_attention(pl_module)  # before weights are restored; some read other models
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        refuse_unguarded(trainer, checkpoint)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

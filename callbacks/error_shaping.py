@@ -59,7 +59,7 @@ class ErrorShaping(CleanGradientCallback):
 
     Logs ``error/magnitude`` (norm over the route), ``error/relative`` (the same over the clean gradient's norm) and
     ``error/mean`` (over elements) of what was applied, and at the end of each window ``error/coherence``; where a run
-    has several ErrorShapings, each with ``/<route>`` behind it.
+    has several ErrorShapings, each with ``/<route>`` behind it, and the layers where they are not all.
 
     Args:
         mode: see above.
@@ -127,7 +127,7 @@ class ErrorShaping(CleanGradientCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         others = [one for one in trainer.callbacks if isinstance(one, ErrorShaping) and one is not self]  # type: ignore[attr-defined]
-        self._suffix = f"/{self.route}" if others else ""
+        self._suffix = f"/{self.scope}" if others else ""
         plugin = self.plugin(trainer)
         faulty = plugin.faults_in_passes or plugin.gradient is not None
         if not faulty and (self.mode not in MADE_UP or self.relative_magnitude is None):

@@ -197,8 +197,8 @@ class QKClip(GuardAction):
 
     With gamma = tau / S, W_Q becomes gamma^alpha W_Q and W_K gamma^(1 - alpha) W_K, biases alike. Where query heads
     share a key head, W_Q takes all of gamma and the shared W_K stays, as the shared keys of Kimi K2 do. S is over the
-    micro-batches and ranks of the step; a head with S at or below tau, negative too, or not finite keeps its weights. Right
-    after the step at which the guard fires, S is that of the last micro-batch alone.
+    micro-batches and ranks of the step; a head with S at or below tau, negative too, or not finite keeps its weights.
+    Right after the step at which the guard fires, S is that of the last micro-batch alone.
 
     Args:
         tau: the largest logit that is left alone.

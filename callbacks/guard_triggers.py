@@ -72,13 +72,21 @@ class MaxLogit(Trigger):
 
 
 class LogitBound(MaxLogit):
-    """The same decision, from an upper bound (Cauchy-Schwarz where the maximum costs a product) while that will do."""
+    """The same decision, from an upper bound (Cauchy-Schwarz where the maximum costs a product) where that will do.
+
+    In a layer whose bound is over the threshold the exact maximum is taken, at every look.
+    """
 
     @override
     def read(self, sites: Sequence[AttentionSite], limit: float) -> Tensor:
-        bound = torch.cat([site.core.logit_bound_H for site in sites]).float()
-        # a NaN is not below the threshold either
-        return bound if bool((bound <= limit).all()) else super().read(sites, limit)
+        bounds = [site.core.logit_bound_H.float() for site in sites]
+        below = torch.stack([(bound <= limit).all() for bound in bounds]).tolist()  # a NaN is not below it either
+        return torch.cat(
+            [
+                bound if fine else site.core.max_logit_H.float()
+                for site, bound, fine in zip(sites, bounds, below, strict=True)
+            ]
+        )
 
 
 class SigmaQ(Trigger):

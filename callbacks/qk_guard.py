@@ -29,7 +29,7 @@ from callbacks.guard_triggers import TRIGGERS, Trigger
 from callbacks.step import OptimizerStepClock
 from lightning_qk.module import logging_is_due
 from lightning_qk.routes import attention_sites
-from lightning_qk.sites import AttentionSite, adopt_attention
+from lightning_qk.sites import AttentionSite
 
 ACTIONS: dict[str, type[GuardAction]] = {
     "qk_norm": QKNorm,
@@ -84,7 +84,7 @@ class QKGuard(Callback):
             disagree with the guard's history.
     """
 
-    controls_qk_norm = True  # without such a callback, GPTModule refuses to resume a model with a switch on
+    owns_switches = True  # without such a callback, a model with a switch on is not resumed
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class QKGuard(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # before weights are restored: in models of other libraries this is where the switches come from
-        adopt_attention(pl_module)
+        attention_sites(pl_module)
         self._action.attach(pl_module)
 
     @override

@@ -23,7 +23,8 @@ class RouteSplice(CleanGradientCallback):
     route the run equals one without the fault, bit for bit.
 
     Logs ``grad/norm_faulty`` and ``grad/norm_clean`` with their clip coefficients (global-norm clipping couples
-    routes), and ``splice/cosine/<route>`` and ``splice/relative_error/<route>`` of faulty against clean gradient there.
+    routes), and ``splice/cosine/<route>`` and ``splice/relative_error/<route>`` of faulty against clean gradient there,
+    all of gradients that no callback has edited yet.
 
     Args:
         route: a route of :func:`lightning_qk.routes.route_parameters`.
@@ -35,6 +36,7 @@ class RouteSplice(CleanGradientCallback):
     def __init__(self, route: str = "qk", layers: list[int] | None = None, invert: bool = False) -> None:
         super().__init__(route, layers)
         self.invert = invert
+        self._readings: dict[str, Tensor] = {}
 
     @override
     def wanted(self, pl_module: nn.Module) -> Iterable[nn.Parameter]:
@@ -47,24 +49,34 @@ class RouteSplice(CleanGradientCallback):
         return [p for p in pl_module.parameters() if id(p) not in inside] if self.invert else route
 
     @override
+    def compare(self, pl_module: LightningModule) -> None:
+        if logging_is_due(pl_module.trainer):
+            self._readings = self._read(pl_module.trainer, pl_module)
+
+    @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        for name, value in self._readings.items():
+            pl_module.log(name, value)
+        self._readings = {}
         with torch.no_grad():
-            if logging_is_due(trainer):
-                self._log(trainer, pl_module)
             for p in self.edited(pl_module):
                 if p.grad is not None:
                     p.grad.copy_(self.clean(trainer, p))  # in place: DDP may view it in a bucket
 
-    def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _read(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Tensor]:
+        """Before any callback has edited a gradient."""
         dot, faulty_square, clean_square, error_square = self._moments(trainer, pl_module)
-        pl_module.log(f"splice/cosine/{self.route}", dot / (faulty_square * clean_square).sqrt().clamp_min(1e-30))
-        pl_module.log(f"splice/relative_error/{self.route}", (error_square / clean_square.clamp_min(1e-30)).sqrt())
+        readings = {
+            f"splice/cosine/{self.scope}": dot / (faulty_square * clean_square).sqrt().clamp_min(1e-30),
+            f"splice/relative_error/{self.scope}": (error_square / clean_square.clamp_min(1e-30)).sqrt(),
+        }
         faulty = nn.utils.get_total_norm([p.grad for p in pl_module.parameters() if p.grad is not None])
         for name, norm in (("faulty", full(faulty)), ("clean", full(self.plugin(trainer).clean.norm))):
-            pl_module.log(f"grad/norm_{name}", norm)
+            readings[f"grad/norm_{name}"] = norm
             limit = trainer.gradient_clip_val
             if limit:
-                pl_module.log(f"grad/clip_coef_{name}", (limit / (norm + 1e-6)).clamp(max=1.0))
+                readings[f"grad/clip_coef_{name}"] = (limit / (norm + 1e-6)).clamp(max=1.0)
+        return readings
 
     def _moments(self, trainer: Trainer, pl_module: LightningModule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Sums over the route of faulty*clean, faulty^2, clean^2 and (faulty - clean)^2."""

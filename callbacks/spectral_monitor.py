@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from callbacks.step import OptimizerStepClock
 from kernels import TopSingular
+from lightning_qk.guarded import refuse_unguarded
 from lightning_qk.module import full
 from lightning_qk.routes import attention_sites
-from lightning_qk.sites import adopt_attention
 
 
 class SpectralMonitor(Callback):
@@ -49,7 +49,11 @@ class SpectralMonitor(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        adopt_attention(pl_module)  # before weights are restored
+        attention_sites(pl_module)  # before weights are restored
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        refuse_unguarded(trainer, checkpoint)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -118,16 +118,27 @@ def explicit_attention(logits: Pass, v: Tensor, dropout: float = 0.0) -> tuple[T
         return out.to(v.dtype), weights
 
 
+@dataclasses.dataclass
+class FaultSwitch:
+    """Shared by a plugin and what it converts: whether faults are on, whether sensors record, and the pass's seed."""
+
+    on: bool = True
+    recording: bool = True
+    seed: int = 0
+
+
 class AttentionCore(ABC):
     """Causal attention with sensors.
 
     Attributes:
+        switch: of the plugin that has converted the model, which keeps sensors as they are in passes of its own.
         observed: set by whoever will read ``max_logit_H`` or ``logit_bound_H``.
         keep_qk: set by whoever will read ``entropy_H``, for which q and k of the last forward pass must be kept.
         clean_heads: heads kept clear of any fault, whatever the plugin says; set by the attention site.
         has_softcap: whether :meth:`soft_capped` is there.
     """
 
+    switch: FaultSwitch = FaultSwitch()
     observed: bool = False
     keep_qk: bool = False
     clean_heads: tuple[int, ...] = ()
@@ -189,7 +200,7 @@ class SDPACore(AttentionCore):
 
     def keep(self, logits: Pass) -> None:
         """Keeps what sensors need of a training pass, if any will read."""
-        if (self.observed or self.keep_qk) and torch.is_grad_enabled():
+        if (self.observed or self.keep_qk) and self.switch.recording and torch.is_grad_enabled():
             self._pass = logits.detached()
 
     @property
@@ -211,15 +222,6 @@ class FlashCore(SDPACore):
 
 class ModelCore(SDPACore):
     """Sensors of a model that calls its own attention function."""
-
-
-@dataclasses.dataclass
-class FaultSwitch:
-    """Shared by a plugin and its cores: whether the fault is on, whether sensors record, and the pass's seed."""
-
-    on: bool = True
-    recording: bool = True
-    seed: int = 0
 
 
 class StreamingCore(AttentionCore):

@@ -69,7 +69,8 @@ class LossModule(LightningModule):
 
 def logging_is_due(trainer: Trainer) -> bool:
     """Whether loggers write at the optimizer step under way: ``log`` costs half a millisecond, used or not."""
-    step = trainer.fit_loop.total_batch_idx // trainer.accumulate_grad_batches + 1
+    # Lightning's own count, which its loggers go by: the same before and after the step, and restored by resume
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
     return step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from typing_extensions import override
 
+from lightning_qk.guarded import refuse_unguarded
 from lightning_qk.loss_module import LossModule, full, logging_is_due, write_full
 from lightning_qk.model import GPT, GPTConfig
 from lightning_qk.optimizers import make_optimizer
 from lightning_qk.routes import route_parameters
-from lightning_qk.sites import switches_in
 
 __all__ = ["GPTModule", "full", "logging_is_due", "write_full"]
 
@@ -138,14 +138,5 @@ class GPTModule(LossModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        if self._trainer is None or not self.trainer.training:
-            return
-        fired = switches_in(checkpoint.get("state_dict") or self.state_dict())  # FSDP2 has loaded the weights itself
-        states = checkpoint.get("callbacks", {}).items()
-        fired += [key for key, state in states if key.startswith("QKGuard") and state.get("fired_step") is not None]
-        owners = [c for c in self.trainer.callbacks if getattr(c, "controls_qk_norm", False)]  # type: ignore[attr-defined]
-        if fired and not owners:
-            raise ValueError(
-                f"The checkpoint has a guard that fired ({fired[0]} and {len(fired) - 1} more) but no QKGuard is "
-                "among trainer.callbacks. Resume with the arm's own YAML, or add a QKGuard."
-            )
+        if self._trainer is not None:
+            refuse_unguarded(self.trainer, checkpoint, self.state_dict())  # FSDP2 has loaded the weights itself

@@ -36,7 +36,8 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
         raise ValueError(
             f"{type(model).__name__} has no lightning_qk.model.Attention, nor any of {', '.join(known)}: nothing to "
             "watch or to guard. For another attention class, write a lightning_qk.sites.AttentionSite and enter it in "
-            "lightning_qk.sites.ADAPTERS under the class."
+            "lightning_qk.sites.ADAPTERS under the class. A LightningModule must have its model from __init__ on: one "
+            "that comes in setup or configure_model comes after the callbacks."
         )
     return sites
 

@@ -173,8 +173,8 @@ def test_switches_travel_in_the_state_dict_and_copies_are_their_own() -> None:
     site.set_softcap(3.0, heads=[0])
     state = model.state_dict()
     assert [key.rpartition("layers.")[2] for key in switches_in(state)] == [
-        "0.self_attn.qk_site.qk_norm",
-        "0.self_attn.qk_site.softcap",
+        "0.self_attn.lightning_qk_site.qk_norm",
+        "0.self_attn.lightning_qk_site.softcap",
     ]
     twin = copy.deepcopy(model)
     torch.testing.assert_close(twin(tokens()).logits, model(tokens()).logits, rtol=0, atol=0)
@@ -182,7 +182,7 @@ def test_switches_travel_in_the_state_dict_and_copies_are_their_own() -> None:
     assert site.qk_norm_on
     assert not torch.equal(twin(tokens()).logits, model(tokens()).logits)
     fresh = language_model("llama")
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*qk_site\.qk_norm"):
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*lightning_qk_site\.qk_norm"):
         fresh.load_state_dict(state)
     attention_sites(fresh)
     fresh.load_state_dict(state)
@@ -320,7 +320,7 @@ def test_mlp_norm_is_that_of_the_mlps_output(family: str) -> None:
     sites = mlp_sites(model)
     assert len(sites) == 2 and mlp_sites(model) == sites and all(isinstance(site, MLPSite) for site in sites)
     torch.testing.assert_close(model(tokens()).logits, plain, rtol=0, atol=0)
-    mlps = [module for module in model.modules() if hasattr(module, "qk_mlp_site")]
+    mlps = [module for module in model.modules() if hasattr(module, "lightning_qk_mlp_site")]
     mlps[1].register_forward_hook(lambda module, inputs, y: outputs.append(y))
     sites[1].set_mlp_norm(True)
     model(tokens())
@@ -362,8 +362,8 @@ class Foreign(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         q, k, v = (proj(x_BTC).unflatten(-1, (2, 8)).transpose(1, 2) for proj in (self.q, self.k, self.v))
-        q, k, v = self.qk_site.treat(q, k, v)
-        return self.o(self.qk_site.core(q, k, v).transpose(1, 2).flatten(2))
+        q, k, v = self.lightning_qk_site.treat(q, k, v)
+        return self.o(self.lightning_qk_site.core(q, k, v).transpose(1, 2).flatten(2))
 
 
 class ForeignSite(AttentionSite):

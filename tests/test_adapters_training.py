@@ -141,7 +141,7 @@ def test_what_the_guard_did_survives_resume_and_validation(tmp_path: Path, name:
     assert_same(weights(resumed), weights(expected))
     assert again.history == guard.history
 
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*qk_site\.qk_norm"):
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*lightning_qk_site\.qk_norm"):
         run(tmp_path, name, [], ckpt=path)
     fresh = Mine(model(name))
     runner = trainer(tmp_path, [QKGuard(limit)], limit_val_batches=1.0)
@@ -195,3 +195,25 @@ def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="nothing to watch or to guard"):
         trainer(tmp_path, [QKGuard()]).fit(Plain(nn.Linear(13, 1)), batches())
+
+
+@pytest.mark.parametrize("action", ["qk_norm", "tighter_clip"])
+def test_a_fired_run_does_not_go_on_under_a_monitor_alone(tmp_path: Path, action: str) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / action, filename="last", every_n_train_steps=1)
+    guard = QKGuard(1e-6, action=action)
+    run(tmp_path, "llama-sdpa", [guard, checkpoint], steps=2, enable_checkpointing=True)
+    assert guard.fired
+    with pytest.raises(ValueError, match=r"guard that fired .* but no QKGuard"):
+        run(tmp_path, "llama-sdpa", [SpectralMonitor(1)], steps=3, ckpt=tmp_path / action / "last.ckpt")
+
+
+def test_a_model_that_comes_after_the_callbacks_is_refused(tmp_path: Path) -> None:
+    class Late(Mine):
+        def __init__(self) -> None:
+            LightningModule.__init__(self)
+
+        def configure_model(self) -> None:
+            self.model = model("llama-sdpa")
+
+    with pytest.raises(ValueError, match="its model from __init__ on"):
+        trainer(tmp_path, [QKGuard(1.0)], max_steps=1).fit(Late(), batches())

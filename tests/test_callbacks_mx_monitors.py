@@ -61,6 +61,13 @@ class TestAttribution:
         spectral = max(e / c for e, c in zip(error, sigma, strict=True))
         assert monitor._last["spectral"] == pytest.approx(spectral, rel=0.02)
 
+    def test_two_of_them_share_a_pass(self, tmp_path: Path) -> None:
+        alone, first, second = (OperandAttribution(causes=["x"], every_n_steps=1) for _ in range(3))
+        second.layers = [0]
+        fit_student(tmp_path, [alone], mx("mxfp8_e4m3"), max_steps=1)
+        fit_student(tmp_path, [first, second], mx("mxfp8_e4m3"), max_steps=1)
+        assert first._last["zeta_x"] == alone._last["zeta_x"] < 1.1 * alone._last["zeta"]
+
     def test_causes_add_up_in_squares(self, tmp_path: Path) -> None:
         monitor = OperandAttribution(every_n_steps=1)
         fit_student(tmp_path, [monitor], mx("mxfp8_e4m3"), student(width=128), max_steps=1)

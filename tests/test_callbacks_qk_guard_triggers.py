@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from test_callbacks_qk_guard import checkpointed
 from test_ddp import two_ranks
-from tiny import assert_same, fault, fit, module, weights
+from tiny import assert_same, batch, fault, fit, module, weights
 
 from callbacks import QKGuard, RandomState
 from callbacks.guard_triggers import TRIGGERS, Trigger
@@ -260,3 +260,25 @@ def test_two_ranks_decide_and_act_alike(tmp_path: Path, settings: dict[str, Any]
     assert first["logits"] != second["logits"]  # each sees its own half of the batch
     assert first["guard"]["history"] and first["guard"] == second["guard"]
     assert_same(first["weights"], second["weights"])
+
+
+def test_the_exact_maximum_is_taken_only_in_layers_whose_bound_is_over() -> None:
+    class Counted(SDPACore):
+        asked = 0
+
+        @property
+        def max_logit_H(self) -> torch.Tensor:
+            self.asked += 1
+            return super().max_logit_H
+
+    model = uneven()
+    sites = attention_sites(model)
+    for site in sites:
+        site.core = Counted()
+        site.core.observed = True
+    model(*batch())
+    bounds = [float(site.core.logit_bound_H.max()) for site in sites]
+    assert bounds[0] < bounds[1]
+    seen = TRIGGERS["logit_bound"]().read(sites, (bounds[0] + bounds[1]) / 2)
+    assert [site.core.asked for site in sites] == [0, 1]  # type: ignore[attr-defined]
+    assert torch.equal(seen[:2], sites[0].core.logit_bound_H) and torch.equal(seen[2:], sites[1].core.max_logit_H)

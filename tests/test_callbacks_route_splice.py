@@ -15,9 +15,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tiny import SIZE, Recording, assert_same, fault, fit, gradients, module, weights
 from torch import Tensor
 
-from callbacks import ErrorShaping, QKGuard, RouteSplice, SpectralMonitor
+from callbacks import BiasMonitor, ErrorShaping, QKGuard, RouteSplice, SpectralMonitor
 from lightning_qk.module import GPTModule
-from lightning_qk.precision import FaultPrecision
+from lightning_qk.precision import FaultPrecision, MXTraining
 from lightning_qk.routes import ROUTES, attention_sites, route_parameters
 
 SITES = ["bf16_carry", "stochastic"]
@@ -223,3 +223,29 @@ class Logits(GPTModule):
 def test_a_module_whose_forward_is_not_the_loss_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"forward\(\*batch\).*LossModule"):
         fit(tmp_path, [RouteSplice("qk")], fault(), Logits(overrides=SIZE))
+
+
+@pytest.mark.parametrize("order", [["qk", "mlp"], ["mlp", "qk"]])
+def test_the_faulty_norm_is_that_of_the_whole_gradient_whoever_edits_first(tmp_path: Path, order: list[str]) -> None:
+    row = run(tmp_path, [RouteSplice(route) for route in order], "bf16_carry").logged[0]
+    alone = run(tmp_path, [], "bf16_carry").logged[0]
+    assert row["grad/norm_faulty"] == pytest.approx(alone["grad/norm"], rel=1e-6)
+
+
+def test_splices_of_one_route_in_other_layers_have_readings_of_their_own(tmp_path: Path) -> None:
+    row = run(tmp_path, [RouteSplice("qk", [0]), RouteSplice("qk", [1])], "bf16_carry").logged[0]
+    whole = run(tmp_path, [RouteSplice("qk")], "bf16_carry").logged[0]
+    errors = [row[f"splice/relative_error/qk/layers_{layer}"] for layer in (0, 1)]
+    assert errors[0] != errors[1] and min(errors) < whole["splice/relative_error/qk"] < max(errors)
+
+
+def test_a_clean_pass_leaves_the_sensors_of_the_models_own_attention_alone(tmp_path: Path) -> None:
+    """The guard decides on the logits of the pass that trains, not on those of the clean one."""
+    logits = []
+    for callbacks in ([], [BiasMonitor(every_n_steps=1)]):
+        monitor = SpectralMonitor(1)
+        fit(tmp_path, [*callbacks, monitor], MXTraining("mxfp4", base="fp32"), module())
+        logits.append(monitor.verdict_fields()["max_logit"])
+    clean = SpectralMonitor(1)
+    fit(tmp_path, [clean], MXTraining("fp32", base="fp32"), module())
+    assert logits[0] == logits[1] != clean.verdict_fields()["max_logit"]

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import SIZE, Recording, TinyData, assert_same, data, fit, module, trainer, weights
 from torch import Tensor, nn
 
 from lightning_qk.data import window_starts
 from lightning_qk.model import GPT, GPTConfig
-from lightning_qk.module import GPTModule, full
+from lightning_qk.module import GPTModule, full, logging_is_due
 
 
 def configured(tmp_path: Path, max_steps: int = 100, **arguments: Any) -> tuple[torch.optim.Optimizer, Any]:
@@ -267,3 +268,20 @@ def test_recording_sees_the_gradients_before_clipping(tmp_path: Path) -> None:
     assert isinstance(recording, Recording)
     assert recording.logged[0]["grad/norm"] == pytest.approx(norm, rel=1e-5)
     assert norm > 1e-3
+
+
+def test_an_epoch_that_ends_within_an_accumulation_does_not_shift_the_log(tmp_path: Path) -> None:
+    """Five batches an epoch, two to a step: three steps an epoch, the last of one batch."""
+
+    class Steps(Callback):
+        def __init__(self) -> None:
+            self.due: list[int] = []
+
+        def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+            if logging_is_due(trainer):
+                self.due.append(trainer.global_step + 1)
+
+    steps = Steps()
+    settings: dict[str, Any] = dict(accumulate_grad_batches=2, limit_train_batches=5, log_every_n_steps=4)
+    fit(tmp_path, [steps], max_steps=13, **settings)
+    assert steps.due == [4, 8, 12]

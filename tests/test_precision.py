@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from tiny import assert_same, data, fault, fit, gpt, module, trainer, weights
+from tiny import assert_same, batch, data, fault, fit, gpt, module, trainer, weights
 from torch import Tensor
 
-from callbacks import CollapseStop, QKGuard, SpectralMonitor
+from callbacks import CollapseStop, QKGuard, RouteSplice, SpectralMonitor
 from kernels import RoundingSites
 from lightning_qk.attention import FlashCore, SDPACore, StreamingCore
-from lightning_qk.precision import BF16CarryAttention, FaultPrecision
+from lightning_qk.precision import BF16CarryAttention, FaultPrecision, MXGradient, MXTraining
 from lightning_qk.routes import attention_sites
 
 EVALUATE: dict[str, Any] = dict(limit_val_batches=1.0, val_check_interval=1)
@@ -246,3 +249,43 @@ def test_cores_read_logits_in_bf16_as_they_are(tmp_path: Path) -> None:
     )
     mantissa, _ = math.frexp(recording.logged[-1]["logit/max"])
     assert mantissa in (0.5, 0.75)
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        fault,
+        lambda: MXGradient("mlp", where="product", base="fp32"),
+        lambda: MXTraining("mxfp4", base="fp32"),
+    ],
+    ids=["attention", "product", "formats"],
+)
+def test_faults_end_with_their_run(tmp_path: Path, faulty: Callable[[], FaultPrecision]) -> None:
+    used = module()
+    fit(tmp_path, [], faulty(), used)
+    used.load_state_dict(module().state_dict())
+    fresh, (tokens, targets) = module(), batch()
+    assert torch.equal(used(tokens, targets), fresh(tokens, targets))
+    healthy = [fit(tmp_path, [], FaultPrecision(base="fp32"), model)[1] for model in (used, fresh)]
+    assert_same(healthy[0].gradients[0], healthy[1].gradients[0])
+    again, first = (fit(tmp_path, [], faulty(), model)[1] for model in (module(), module()))
+    assert again.losses == first.losses != healthy[0].losses
+
+
+def test_a_plugin_forgets_what_the_callbacks_of_a_run_asked_for(tmp_path: Path) -> None:
+    plugin = fault()
+    for _ in range(2):
+        fit(tmp_path, [RouteSplice("qk")], plugin)
+        assert not plugin.clean._requests
+    fit(tmp_path, [], plugin)
+
+
+def test_passes_draw_apart_on_ranks_and_batches() -> None:
+    plugin, seeds = BF16CarryAttention(seed=3), set()
+    for rank, batch_index in itertools.product(range(2), range(3)):
+        fit_loop = SimpleNamespace(total_batch_idx=batch_index)
+        run = SimpleNamespace(fit_loop=fit_loop, world_size=2, global_rank=rank)
+        plugin._module = SimpleNamespace(trainer=run, device=torch.device("cpu"))
+        with plugin.train_step_context():
+            seeds.add(plugin.switch.seed)
+    assert len(seeds) == 6

@@ -42,6 +42,12 @@ def data(batch_size: int = 4, **settings: Any) -> TinyData:
     return TinyData(**{"seed": 0, "val_batches": 2, "batch_size": batch_size, **settings})
 
 
+def batch(size: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and their successors, at random."""
+    tokens = torch.randint(0, 32, (size, 17), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
 def gpt(activation_checkpointing: bool = False, seed: int = 0, **fields: Any) -> GPT:
     torch.manual_seed(seed)
     return GPT(GPTConfig(**{**SIZE, **fields}), activation_checkpointing)

@@ -60,6 +60,11 @@ class CleanGradients:
         """Asks for the clean gradient of some parameters at some optimizer steps."""
         self._requests.append(request)
 
+    def forget(self) -> None:
+        """Called by the plugin at the end of a run: the callbacks of the next one ask anew."""
+        self._requests.clear()
+        self.clear()
+
     def _due(self, module: LightningModule) -> list[Request]:
         step = module.trainer.global_step + 1  # the one under way
         return [request for request in self._requests if request.is_due(step)]
@@ -78,9 +83,10 @@ class CleanGradients:
             return
         batch, self._batch = self._batch, None
         self._accumulated = self._rerun(module, batch, self._plugin.reference(), self._accumulated)
-        for request in self._due(module):
-            for name, context in request.passes.items():
-                self._others[name] = self._rerun(module, batch, context(), self._others.get(name, {}))
+        # one pass a name, whoever asks for it
+        passes = {name: context for request in self._due(module) for name, context in request.passes.items()}
+        for name, context in passes.items():
+            self._others[name] = self._rerun(module, batch, context(), self._others.get(name, {}))
 
     def _rerun(
         self,
@@ -138,6 +144,11 @@ class CleanGradients:
             self._kept, self._accumulated = self._accumulated, {}
             self._norm = nn.utils.get_total_norm(list(self._kept.values()))
             return
+        if self._plugin.faults_in_passes:
+            raise RuntimeError(
+                "The clean gradient of this optimizer step is due, but no clean pass was made: the plugin's faults "
+                "came on within the step. Change its policy between optimizer steps only."
+            )
         self._norm = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
         for request in due:
             for p in request.parameters(module):

@@ -23,6 +23,7 @@ from lightning_qk.precision.clean_gradients import CleanGradients
 from lightning_qk.precision.gradient_fault import GradientFault
 from lightning_qk.precision.matmul_formats import MatmulFormats
 from lightning_qk.routes import attention_sites
+from lightning_qk.sites import present_sites
 
 
 class FaultPrecision(Precision):
@@ -97,17 +98,26 @@ class FaultPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         # in place and idempotent: DDP discards the return value, and fit, validate and test each call it
         self._module = module  # the LightningModule; `connect` would get DDP's wrapper
+        self.switch.on = True
         if self.gradient is not None:
             self.gradient.convert(module, self.switch)
         if self.matmul is not None:
             self.matmul.convert(module, self.switch)
-        sites = attention_sites(module) if self.attention is not None else []
+        sites = attention_sites(module) if self.attention is not None else present_sites(module)
         for layer, site in enumerate(sites):
-            assert self.attention is not None
-            core = self.attention.make_core(self.switch, layer, len(sites), site.n_heads)
+            core = site.own_core
+            if self.attention is not None:
+                core = self.attention.make_core(self.switch, layer, len(sites), site.n_heads)
             core.observed, core.keep_qk = site.core.observed, site.core.keep_qk
+            core.switch = self.switch
             site.core = core
         return module
+
+    @override
+    def teardown(self) -> None:
+        """Faults and what callbacks asked for end with the run: the model may go on under another plugin, or none."""
+        self.switch.on = False
+        self.clean.forget()
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -137,8 +147,10 @@ class FaultPrecision(Precision):
     @override
     @contextmanager
     def train_step_context(self) -> Generator[None]:
-        step = self._module.trainer.fit_loop.total_batch_idx  # a counter of micro-batches that resume restores
-        self.switch.seed = self.seed * 1_000_000_007 + step
+        trainer = self._module.trainer
+        step = trainer.fit_loop.total_batch_idx  # a counter of micro-batches that resume restores
+        # ranks draw apart, else stochastic rounding would not average out over them
+        self.switch.seed = self.seed * 1_000_000_007 + step * trainer.world_size + trainer.global_rank
         if self.matmul is not None and not self.matmul.products:
             self.matmul.choose_products(self._module.device)
         with self.forward_context():

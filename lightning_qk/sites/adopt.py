@@ -28,7 +28,7 @@ MLPS: dict[str | type, tuple[str, ...]] = {
     "TransformerEncoderLayer": ("linear1", "linear2"),
     "TransformerDecoderLayer": ("linear1", "linear2"),
 }
-MLP_SITE = "qk_mlp_site"
+MLP_SITE = "lightning_qk_mlp_site"
 
 
 def table_entry(module: nn.Module, table: dict[str | type, Any]) -> Any:
@@ -40,13 +40,18 @@ def table_entry(module: nn.Module, table: dict[str | type, Any]) -> Any:
     return None
 
 
+def present_sites(model: nn.Module) -> list[AttentionSite]:
+    """The sites that ``model`` has by now, in layer order."""
+    return [module for module in model.modules() if isinstance(module, AttentionSite)]
+
+
 def adopt_attention(model: nn.Module) -> list[AttentionSite]:
     """The sites of ``model`` in layer order; modules of :data:`ADAPTERS` get theirs now, if they have none.
 
     A new site adds its switches, which are persistent buffers, to the state dict: adopt a model before weights are
     loaded into it.
     """
-    sites = [module for module in model.modules() if isinstance(module, AttentionSite)]
+    sites = present_sites(model)
     if sites:
         return sites
     for module in list(model.modules()):

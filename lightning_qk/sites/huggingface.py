@@ -19,7 +19,7 @@ from lightning_qk.attention import ModelCore, Pass, explicit_attention
 from lightning_qk.sites.site import AttentionSite, Projection
 
 WATCHED = "lightning_qk_site"
-SITE = "qk_site"  # the submodule's name
+SITE = "lightning_qk_site"  # the submodule's name, which torch shows where a state dict has it and the model has not
 _SUPPORTED = ("eager", "sdpa")
 
 

@@ -102,6 +102,7 @@ class AttentionSite(_Switches):
         core: sensors, and where a plugin put it, the attention itself.
 
     Attributes:
+        own_core: the core it began with, the model's own attention.
         qk_norm: bool [H], q and k are RMS-normalised.
         v_norm: bool [H], v is.
         fp32_carry: bool [H], a plugin's fault is kept out of the head.
@@ -120,7 +121,7 @@ class AttentionSite(_Switches):
         for name in ("qk_norm", "v_norm", "fp32_carry"):
             self._add_switch(name, torch.zeros(n_heads, dtype=torch.bool))
         self._add_switch("softcap", torch.full((n_heads,), math.inf))
-        self._core = core
+        self._core = self.own_core = core
 
     def projection(self, name: str) -> Projection:
         """Where ``q``, ``k``, ``v`` or ``o`` is."""

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_qk.attention import ModelCore, Pass, explicit_attention
 from lightning_qk.sites.site import AttentionSite, Projection
 
-SITE = "qk_site"
+SITE = "lightning_qk_site"
 
 
 class WatchedMultiheadAttention(nn.MultiheadAttention):
