@@ -77,6 +77,7 @@ class PrecisionSwitch(Callback):
         self.switched_step: int | None = None
         self._clock = OptimizerStepClock()
         self._exceeded = False
+        self._between_steps = True  # not within an accumulation
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -122,7 +123,7 @@ class PrecisionSwitch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        stepped = self._clock.stepped(trainer)
+        self._between_steps = stepped = self._clock.stepped(trainer)
         if self._trigger is not None and self.switched_step is None and (stepped or not self._trigger.per_step):
             self._sense(trainer, pl_module)
         if stepped and logging_is_due(trainer):
@@ -138,8 +139,7 @@ class PrecisionSwitch(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        between_steps = trainer.fit_loop.total_batch_idx % trainer.accumulate_grad_batches == 0
-        if self.switched_step is None and between_steps and self._is_time(trainer):
+        if self.switched_step is None and self._between_steps and self._is_time(trainer):
             self.switched_step = trainer.global_step
             self._formats(trainer).change(self.changes)
             rank_zero_info(f"PrecisionSwitch: {', '.join(self.changes)} after step {self.switched_step}")

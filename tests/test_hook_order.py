@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from step_trace import Trace
 from tiny import data, fault, module, trainer
 
 from callbacks import (
@@ -47,38 +47,8 @@ WATCHERS = slice(7, 10)  # which YAML may list in any order
 
 def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accumulate: int, order: list[int]) -> list[str]:
     """Two optimizer steps, as a list of what happened."""
-    trace: list[str] = []
-
-    def watch(owner: Any, name: str, label: str, before: bool = True) -> None:
-        original = getattr(owner, name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if before:
-                trace.append(label)
-            result = original(*args, **kwargs)
-            if not before:
-                trace.append(label)
-            return result
-
-        monkeypatch.setattr(owner, name, wrapped)
-
-    plugin = fault(gradient=GradientFault("mlp", block=8))
-    model = module()
-    forward, backward = model.forward, torch.Tensor.backward
-
-    def state() -> str:
-        return "faulty" if plugin.switch.on else "clean"
-
-    def traced_forward(*batch: Any) -> Any:
-        trace.append(f"forward({state()})")
-        return forward(*batch)
-
-    def traced_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        trace.append(f"backward({state()})")
-        return backward(self, *args, **kwargs)
-
-    monkeypatch.setattr(model, "forward", traced_forward)
-    monkeypatch.setattr(torch.Tensor, "backward", traced_backward)
+    trace, plugin, model = Trace(monkeypatch), fault(gradient=GradientFault("mlp", block=8)), module()
+    trace.watch_training(model, lambda: "faulty" if plugin.switch.on else "clean")
     monitor, stop, guard, splice = SpectralMonitor(1), CollapseStop(), QKGuard(1e9), RouteSplice("qk")
     shaping, probe = ErrorShaping("random_signs", route="v"), DirectionProbe()
     bias = BiasMonitor("qk", every_n_steps=1)
@@ -86,25 +56,16 @@ def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accumulate: int, ord
         *(TiedRowMonitor(1), HeadSpectrumMonitor(every_n_steps=1), LogitBoundMonitor(every_n_steps=1)),
         *(DeltaSpectrumMonitor(every_n_steps=1), SpectralAlignmentMonitor(every_n_steps=1), bias),
     ]
-    watch(bias, "compare", "error read")
+    trace.watch(bias, "compare", "error read")
     for warning in warnings:
-        watch(warning, "note", "warnings")
-    watch(plugin.gradient, "perturb", "gradient fault")
-    watch(splice, "on_before_optimizer_step", "splice", before=False)
-    watch(shaping, "on_before_optimizer_step", "shape", before=False)
-    watch(probe, "_after_step", "probe")
-    watch(model, "configure_gradient_clipping", "clip")
-    watch(monitor, "_top", "spectra")
-    watch(guard, "_decide", "guard decides")
-    watch(stop, "judge", "collapse judges")
-    configure = model.configure_optimizers
-
-    def traced_optimizers() -> Any:
-        setup = configure()
-        setup["optimizer"].register_step_post_hook(lambda *_: trace.append("step"))
-        return setup
-
-    monkeypatch.setattr(model, "configure_optimizers", traced_optimizers)
+        trace.watch(warning, "note", "warnings")
+    trace.watch(plugin.gradient, "perturb", "gradient fault")
+    trace.watch(splice, "on_before_optimizer_step", "splice", before=False)
+    trace.watch(shaping, "on_before_optimizer_step", "shape", before=False)
+    trace.watch(probe, "_after_step", "probe")
+    trace.watch(monitor, "_top", "spectra")
+    trace.watch(guard, "_decide", "guard decides")
+    trace.watch(stop, "judge", "collapse judges")
     watching = [monitor, guard, stop]
     interventions = splice, shaping, probe
     callbacks = [RandomState(), RunRecorder(), *interventions, *(watching[i] for i in order), *warnings]
