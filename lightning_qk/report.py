@@ -33,7 +33,7 @@ from lightning_qk.outcomes import (
     comparison_table,
     comparisons,
     run_numbers,
-    runaway_row,
+    runaway_table,
     survival_row,
 )
 from lightning_qk.runs import Arm, Run, find_runs, group_arms, pick_opponents, pick_twins
@@ -144,11 +144,7 @@ def tables(report: Report) -> list[Table]:
         comparison_table(f"Against {names[0] if len(names) == 1 else 'the healthy twin'}", compared["twin"]),
         comparison_table(f"Against {_opponent(compared)}", compared.get("against", {})),
         rule_table(report.arms, report.judged),
-        Table(
-            "Logits ran away",
-            [runaway_row(arm) for arm in report.counted if arm.values("max_logit_peak")],
-            "By the largest one of the run, as it was sampled; Wilson 95 % intervals.",
-        ),
+        runaway_table(report.counted, compared),
         activation_table(report.arms, report.twins, report.scalars),
         *alarm_tables(report.arms, report.twins, report.scalars),
     ]

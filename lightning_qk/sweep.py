@@ -59,6 +59,8 @@ class Resolved(Protocol):
     @property
     def uses_gpu(self) -> bool: ...
 
+    def with_seed(self, seed: int) -> Resolved: ...
+
 
 def fit_command(run: Run) -> list[str]:
     """The command that trains one run."""
@@ -103,17 +105,21 @@ class Sweep:
         self.uses_gpu = False
 
     def hashes(self) -> dict[str, str]:
-        """The configuration hash of every run, by run name: any mistake in any arm is found here."""
-        found = {}
+        """The configuration hash of every run, by run name: any mistake in any arm is found here.
+
+        Runs of an arm differ in their seed alone, so that one of them is resolved for all.
+        """
+        resolved: dict[str, Resolved] = {}
         for run in self.runs:
+            if run.arm in resolved:
+                continue
             try:
-                resolved = self.resolve(list(run.fit_args))
-                found[run.name] = resolved.config_hash
-                self.uses_gpu |= resolved.uses_gpu
+                resolved[run.arm] = self.resolve(list(run.fit_args))
             except (ValueError, TypeError, OSError) as error:
                 files = ", ".join(str(file) for file in self.experiment.arms[run.arm])
-                raise SweepError(f"arm {run.arm} ({files}), seed {run.seed}: {error}") from error
-        return found
+                raise SweepError(f"arm {run.arm} ({files}): {error}") from error
+        self.uses_gpu = any(one.uses_gpu for one in resolved.values())
+        return {run.name: resolved[run.arm].with_seed(run.seed).config_hash for run in self.runs}
 
     def pending(self, hashes: Mapping[str, str], alive: Mapping[str, str]) -> list[Run]:
         """The runs that are not done; refuses to mix two configurations in one directory.

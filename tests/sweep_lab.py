@@ -93,6 +93,9 @@ class Resolved:
     run_dir: Path = Path()
     uses_gpu: bool = False
 
+    def with_seed(self, seed: int) -> Resolved:
+        return self
+
 
 @dataclass
 class Lab:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +114,32 @@ def test_changed_configuration_of_a_started_run_is_refused(lab: Lab) -> None:
     assert lab.sweep(resolve=changed).run() == 0
 
 
+def test_an_arm_is_resolved_once_for_all_its_seeds(lab: Lab) -> None:
+    asked: list[str] = []
+
+    @dataclass(frozen=True)
+    class Seeded(Resolved):
+        def with_seed(self, seed: int) -> Resolved:
+            return Resolved(f"{self.config_hash}-{seed}")
+
+    def resolve(args: list[str]) -> Resolved:
+        asked.append(args[args.index("--run.arm") + 1])
+        return Seeded(asked[-1])
+
+    sweep = lab.sweep(resolve=resolve, experiment=lab.experiment((0, 3)))
+    assert sweep.hashes() == {
+        f"{arm}/seed_{seed}": f"{arm}-{seed}" for seed in (0, 3) for arm in ("fp32", "fault")
+    }
+    assert asked == ["fp32", "fault"]
+
+
 def test_mistake_in_the_last_arm_stops_before_the_first_run(lab: Lab) -> None:
     def resolve(args: list[str]) -> Resolved:
         if args[args.index("--run.arm") + 1] == "fault":
             raise ValueError("Key 'trainer.max_stepz' is not expected")
         return Resolved()
 
-    with pytest.raises(SweepError, match=r"arm fault \(.*arm.yaml\), seed 0: Key 'trainer.max_stepz'"):
+    with pytest.raises(SweepError, match=r"arm fault \(.*arm.yaml\): Key 'trainer.max_stepz'"):
         lab.sweep(resolve=resolve).run()
     assert not (lab.root / "runs").exists()
 
