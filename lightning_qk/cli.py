@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import io
 import os
+import re
 import shutil
 import sys
 import zipfile
@@ -72,17 +73,17 @@ class ResolvedRun:
         config_hash: hash of all that decides the run's numbers.
         run_dir: its directory.
         uses_gpu: whether it may run on a GPU: the accelerator is not the CPU and there is a GPU.
-        deciding: what is hashed.
+        deciding: what is hashed, as YAML.
     """
 
     config_hash: str
     run_dir: Path
     uses_gpu: bool
-    deciding: dict[str, Any] = dataclasses.field(repr=False, compare=False)
+    deciding: str = dataclasses.field(repr=False)
 
     def with_seed(self, seed: int) -> ResolvedRun:
         """The run that differs in nothing but its seed, without parsing again."""
-        deciding = {**self.deciding, "seed_everything": seed}
+        deciding = re.sub(r"^seed_everything: .*$", f"seed_everything: {seed}", self.deciding, flags=re.MULTILINE)
         return dataclasses.replace(
             self, config_hash=_digest(deciding), run_dir=self.run_dir.with_name(f"seed_{seed}"), deciding=deciding
         )
@@ -119,7 +120,8 @@ class QKCLI(LightningCLI):
         if isinstance(seed, bool) or seed is None:
             raise ValueError(f"seed_everything={seed}: give a number, the run's directory and its data depend on it.")
         run_dir = Path(run.root) / run.experiment / run.arm / f"seed_{seed}"
-        uses_gpu, deciding = options.trainer.accelerator != "cpu" and torch.cuda.is_available(), _deciding(options)
+        uses_gpu = options.trainer.accelerator != "cpu" and torch.cuda.is_available()
+        deciding = _as_yaml(_deciding(options))
         return ResolvedRun(_digest(deciding), run_dir, uses_gpu, deciding)
 
     @override
@@ -245,7 +247,7 @@ def _resume_hash(options: Namespace) -> str:
         plain["trainer"].pop(key, None)
     ours = [one for one in plain["trainer"]["callbacks"] or [] if one["class_path"].startswith("callbacks.")]
     plain["trainer"]["callbacks"] = ours
-    return _digest(plain)
+    return _digest(_as_yaml(plain))
 
 
 def _deciding(options: Namespace) -> dict[str, Any]:
@@ -259,9 +261,13 @@ def _deciding(options: Namespace) -> dict[str, Any]:
     return plain
 
 
-def _digest(plain: dict[str, Any]) -> str:
+def _as_yaml(plain: dict[str, Any]) -> str:
+    return yaml.safe_dump(plain, sort_keys=True)
+
+
+def _digest(text: str) -> str:
     """sha256, 16 hex digits of it."""
-    return hashlib.sha256(yaml.safe_dump(plain, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ class SweepError(ValueError):
 
 
 @dataclass(frozen=True)
-class Extrapolation:
+class ExtrapolationOptions:
     """What the report fits the collapse steps of a grid against, and where it extrapolates to.
 
     Args:
@@ -143,7 +143,7 @@ def sweep_parser(description: str) -> ArgumentParser:
     )
     parser.add_argument(
         "--report.extrapolate",
-        type=Extrapolation | None,
+        type=ExtrapolationOptions | None,
         default=None,
         help="fit collapse steps of a grid: {key: one of its keys, to: where to, log: further keys, by logarithm}",
     )
@@ -245,9 +245,13 @@ def _extrapolation(wanted: Namespace | None, grid: Mapping[str, list[Any]]) -> d
     """
     if wanted is None:
         return None
+    if left_out := [key for key in grid if key not in (wanted.key, *wanted.log)]:
+        raise SweepError(f"report.extrapolate: {left_out[0]} of the grid is neither key nor in log")
     for key in (wanted.key, *wanted.log):
         if key not in grid:
-            raise SweepError(f"report.extrapolate: {key} is not a key of the grid, which has {', '.join(grid) or 'none'}")
+            raise SweepError(
+                f"report.extrapolate: {key} is not a key of the grid, which has {', '.join(grid) or 'none'}"
+            )
         numbers = [value for value in grid[key] if isinstance(value, int | float) and not isinstance(value, bool)]
         if len(numbers) < len(grid[key]) or (key in wanted.log and min(numbers) <= 0):
             raise SweepError(f"report.extrapolate: grid.{key}: {grid[key]} must be numbers; those of log positive")

@@ -140,7 +140,9 @@ def test_mistakes_in_twins_are_named(
     assert message in capsys.readouterr().err
 
 
-EXTRAPOLATE = "report: {extrapolate: {key: some.bits, to: 7, log: [model.lr]}}\ngrid: {some.bits: [1, 2], model.lr: [0.1]}"
+EXTRAPOLATE = (
+    "report: {extrapolate: {key: some.bits, to: 7, log: [model.lr]}}\ngrid: {some.bits: [1, 2], model.lr: [0.1]}"
+)
 
 
 def test_an_extrapolation_is_told_to_the_report(config: Path) -> None:
@@ -154,8 +156,11 @@ def test_an_extrapolation_is_told_to_the_report(config: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (("key: some.bits", "key: some.bit"), "report.extrapolate: some.bit is not a key of the grid, which has some.b"),
-        (("log: [model.lr]", "log: [lr]"), "report.extrapolate: lr is not a key of the grid"),
+        (
+            ("log: [model.lr]", "log: [model.lr, lr]"),
+            "report.extrapolate: lr is not a key of the grid, which has some.b",
+        ),
+        (("log: [model.lr]", "log: []"), "report.extrapolate: model.lr of the grid is neither key nor in log"),
         (("model.lr: [0.1]", "model.lr: [0]"), "report.extrapolate: grid.model.lr: [0] must be numbers"),
         (("some.bits: [1, 2]", "some.bits: [1, x]"), "report.extrapolate: grid.some.bits: [1, 'x'] must be numbers"),
         (("to: 7", "too: 7"), "report.extrapolate"),

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import types
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ def test_changed_configuration_of_a_started_run_is_refused(lab: Lab) -> None:
     assert lab.sweep(jobs=2).run() == 1
 
     def changed(args: list[str]) -> Resolved:
-        return Resolved("new" if {"fp32", "0"} <= set(args) else "hash")
+        return Resolved(by_seed={0: "new"} if "fp32" in args else {})
 
     lab.path("fp32/seed_0/checkpoints").mkdir()
     checkpoint = lab.path("fp32/seed_0/checkpoints/last.ckpt")
@@ -117,18 +116,14 @@ def test_changed_configuration_of_a_started_run_is_refused(lab: Lab) -> None:
 def test_an_arm_is_resolved_once_for_all_its_seeds(lab: Lab) -> None:
     asked: list[str] = []
 
-    @dataclass(frozen=True)
-    class Seeded(Resolved):
-        def with_seed(self, seed: int) -> Resolved:
-            return Resolved(f"{self.config_hash}-{seed}")
-
     def resolve(args: list[str]) -> Resolved:
         asked.append(args[args.index("--run.arm") + 1])
-        return Seeded(asked[-1])
+        return Resolved(asked[-1], by_seed={3: f"{asked[-1]} of 3"})
 
     sweep = lab.sweep(resolve=resolve, experiment=lab.experiment((0, 3)))
     assert sweep.hashes() == {
-        f"{arm}/seed_{seed}": f"{arm}-{seed}" for seed in (0, 3) for arm in ("fp32", "fault")
+        **{"fp32/seed_0": "fp32", "fault/seed_0": "fault"},
+        **{"fp32/seed_3": "fp32 of 3", "fault/seed_3": "fault of 3"},
     }
     assert asked == ["fp32", "fault"]
 
