@@ -23,9 +23,9 @@ class MomentumSigns(Callback):
 
     ``reversed`` takes s = -1, ``random`` draws every sign anew; the sizes ``|m|``, the gradient and Adam's second
     moment stay. With Adam's ``m <- b m + (1 - b) g`` a gradient that is always the same then weighs
-    ``(1 - b) / (1 + b)`` in the update and not 1 (reversed; 1/19 at b = 0.9), one that changes sign at every step weighs
-    1 and not ``(1 - b) / (1 + b)``; with random signs both add up to no more than noise does. So what is coherent in
-    time is lost, of the error as of the true gradient: compare with a run without the fault under the same signs.
+    ``(1 - b) / (1 + b)`` in the update and not 1 (reversed; 1/19 at b = 0.9), one that changes sign at every step
+    weighs 1 and not ``(1 - b) / (1 + b)``; with random signs both add up to no more than noise does. So what is
+    coherent in time is lost, of the error as of the true gradient: compare with a run without the fault.
 
     Draws depend on (``seed``, step, name of the weight), so ranks agree and a resumed run goes on bit for bit; there is
     no state.
