@@ -219,9 +219,10 @@ def pick_references(
     Raises:
         SweepError: a key that matches no arm, a twin that is none, or an arm that is a twin and shall have another.
     """
-    if not isinstance(reference, Mapping):
-        twins = dict.fromkeys(arms, reference) if has_grid and reference in arms else {}
-        return {arm: twins[base] + arm.removeprefix(base) for arm, base in bases.items() if twins.get(base)}
+    if reference is None or isinstance(reference, str):
+        if reference is None or not has_grid or reference not in arms:
+            return {}
+        return {arm: reference + arm.removeprefix(base) for arm, base in bases.items()}
     for key, twin in reference.items():
         if twin not in arms:
             raise SweepError(f"report.reference.{key}: {twin!r} is not an arm; the arms are {', '.join(arms)}")

@@ -12,11 +12,11 @@ The experiment's YAML is the configuration of the sweep:
     overrides: {trainer.max_steps: 1500}      # given to every run
     arm_overrides: {fault: {some.key: 1}}     # given to one arm
     grid: {model.lr: [0.004, 0.008]}          # every arm at every point, as arms fp32-lr_0.004, ...
-    report: {reference: fp32}                 # the healthy twin
+    report: {reference: fp32}                 # the healthy twin, or {arm or pattern such as "mx_*": its twin}
     executor: slurm                           # or local, the default: processes that end with the sweep
     slurm: {time: 120, partition: gpu, gpus_per_node: 1, cpus_per_task: 4, array_parallelism: 16}
 
-Every configuration is checked before the first run starts. A run that is done is not run again, so the same command
+Every arm's configuration is checked before the first run starts. A run that is done is not run again, so the same command
 goes on where a sweep was stopped. With SLURM it submits what has no job yet and watches all; Ctrl-C leaves the jobs.
 A job that is preempted or reaches its time limit goes back into the queue, and on from its last checkpoint. A job
 without a GPU has one thread for its numbers, as a local run has, and so the same bits.

@@ -185,6 +185,13 @@ def test_executor_of_the_yaml(config: Path, capsys: pytest.CaptureFixture[str]) 
     assert "#SBATCH" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("time", ["0-12:00:00", "'0-12:00:00'", "720"])
+def test_hours_of_slurm(time: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.write_text(YAML + f"executor: slurm\nslurm: {{time: {time}}}\n")
+    assert main(["-c", str(config), "--dry_run"]) == 0
+    assert "#SBATCH --time=720\n" in capsys.readouterr().out
+
+
 def test_sizes_lie_between_the_base_and_the_arm(config: Path, tmp_path: Path) -> None:
     config.write_text(YAML.replace("base: [../base.yaml, ../proxy.yaml]", f"base: ../base.yaml\n{SIZES}"))
     (tmp_path / "configs" / "large.yaml").touch()
@@ -254,6 +261,7 @@ def test_dry_run_from_the_command_line(config: Path, tmp_path: Path, capsys: pyt
         (("name: demo", "name: demo\nexecutor: pbs"), "pbs"),
         (("name: demo", "name: demo\nexecutor: slurm"), "slurm.time: missing"),
         (("name: demo", "name: demo\nexecutor: slurm\nslurm: {time: 12:00:00}"), "slurm.time: 43200 must be minutes"),
+        (("name: demo", "name: demo\nexecutor: slurm\nslurm: {time: '12:00:00'}"), "such as 0-12:00:00"),
     ],
 )
 def test_mistakes_in_the_yaml_are_named(
