@@ -294,5 +294,6 @@ def main(args: list[str] | None = None) -> int:
         print(as_json(report))
     else:
         print(f"{as_text(tables(report))}\n\n{remarks(report)}")
-        print(f"written to {out}: report.md, report.tex, report.csv, arms.csv, figure.*, survival.*, aggregate/")
+        more = ", extrapolation.*" if any(one.fits for one in report.extrapolations) else ""
+        print(f"written to {out}: report.md, report.tex, report.csv, arms.csv, figure.*, survival.*{more}, aggregate/")
     return 0

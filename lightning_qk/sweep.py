@@ -16,9 +16,9 @@ The experiment's YAML is the configuration of the sweep:
     executor: slurm                           # or local, the default: processes that end with the sweep
     slurm: {time: 120, partition: gpu, gpus_per_node: 1, cpus_per_task: 4, array_parallelism: 16}
 
-Every arm's configuration is checked before the first run starts. A run that is done is not run again, so the same command
-goes on where a sweep was stopped. With SLURM it submits what has no job yet and watches all; Ctrl-C leaves the jobs.
-A job that is preempted or reaches its time limit goes back into the queue, and on from its last checkpoint. A job
+Every arm's configuration is checked before the first run starts. A run that is done is not run again, so the same
+command goes on where a sweep was stopped. With SLURM it submits what has no job yet and watches all; Ctrl-C leaves the
+jobs. A job that is preempted or reaches its time limit goes back into the queue, and on from its last checkpoint. A job
 without a GPU has one thread for its numbers, as a local run has, and so the same bits.
 """
 

@@ -134,6 +134,6 @@ def _minutes(value: Any) -> int:
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return (days * 24 + hours) * 60 + minutes + (seconds > 0)
     raise SweepError(
-        f"slurm.time: {value!r} must be minutes, up to 3599, or days and hours such as 0-12:00:00 (12:00:00 alone is "
+        f"slurm.time: {value!r} must be minutes, up to 3599, or text such as 0-12:00:00 (12:00:00 alone is "
         "read as 43200, in quotes or not)"
     )
