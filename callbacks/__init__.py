@@ -11,6 +11,7 @@ from callbacks.gradient_drift_monitor import GradientDriftMonitor
 from callbacks.head_spectrum_monitor import HeadSpectrumMonitor
 from callbacks.last_bin_monitor import LastBinMonitor
 from callbacks.logit_bound_monitor import LogitBoundMonitor
+from callbacks.momentum_signs import MomentumSigns
 from callbacks.operand_attribution import OperandAttribution
 from callbacks.precision_switch import PrecisionSwitch
 from callbacks.qk_guard import QKGuard
@@ -36,6 +37,7 @@ __all__ = [
     "LastBinMonitor",
     "Limit",
     "LogitBoundMonitor",
+    "MomentumSigns",
     "OperandAttribution",
     "PrecisionSwitch",
     "QKGuard",

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import io
 import os
+import re
 import shutil
 import sys
 import zipfile
@@ -72,11 +73,20 @@ class ResolvedRun:
         config_hash: hash of all that decides the run's numbers.
         run_dir: its directory.
         uses_gpu: whether it may run on a GPU: the accelerator is not the CPU and there is a GPU.
+        deciding: what is hashed, as YAML.
     """
 
     config_hash: str
     run_dir: Path
     uses_gpu: bool
+    deciding: str = dataclasses.field(repr=False)
+
+    def with_seed(self, seed: int) -> ResolvedRun:
+        """The run that differs in nothing but its seed, without parsing again."""
+        deciding = re.sub(r"^seed_everything: .*$", f"seed_everything: {seed}", self.deciding, flags=re.MULTILINE)
+        return dataclasses.replace(
+            self, config_hash=_digest(deciding), run_dir=self.run_dir.with_name(f"seed_{seed}"), deciding=deciding
+        )
 
 
 class RunFinished(Exception):
@@ -110,9 +120,9 @@ class QKCLI(LightningCLI):
         if isinstance(seed, bool) or seed is None:
             raise ValueError(f"seed_everything={seed}: give a number, the run's directory and its data depend on it.")
         run_dir = Path(run.root) / run.experiment / run.arm / f"seed_{seed}"
-        return ResolvedRun(
-            config_hash(options), run_dir, options.trainer.accelerator != "cpu" and torch.cuda.is_available()
-        )
+        uses_gpu = options.trainer.accelerator != "cpu" and torch.cuda.is_available()
+        deciding = _as_yaml(_deciding(options))
+        return ResolvedRun(_digest(deciding), run_dir, uses_gpu, deciding)
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -230,11 +240,6 @@ def _state_file(checkpoint: Path | str) -> Path:
     return path / "meta.pt" if path.is_dir() else path
 
 
-def config_hash(options: Namespace) -> str:
-    """sha256 (16 hex digits) of a parsed configuration, less what does not change a run's numbers."""
-    return _digest(_deciding(options))
-
-
 def _resume_hash(options: Namespace) -> str:
     """Of what must agree between a checkpoint and the run that goes on: all but its length and foreign callbacks."""
     plain = _deciding(options)
@@ -242,10 +247,11 @@ def _resume_hash(options: Namespace) -> str:
         plain["trainer"].pop(key, None)
     ours = [one for one in plain["trainer"]["callbacks"] or [] if one["class_path"].startswith("callbacks.")]
     plain["trainer"]["callbacks"] = ours
-    return _digest(plain)
+    return _digest(_as_yaml(plain))
 
 
 def _deciding(options: Namespace) -> dict[str, Any]:
+    """A parsed configuration, less what does not change a run's numbers."""
     plain = yaml.safe_load(yaml.safe_dump(_plain(options.as_dict())))
     for key in ("config", "ckpt_path", "weights_only", "verbose"):
         plain.pop(key, None)
@@ -255,8 +261,13 @@ def _deciding(options: Namespace) -> dict[str, Any]:
     return plain
 
 
-def _digest(plain: dict[str, Any]) -> str:
-    return hashlib.sha256(yaml.safe_dump(plain, sort_keys=True).encode()).hexdigest()[:16]
+def _as_yaml(plain: dict[str, Any]) -> str:
+    return yaml.safe_dump(plain, sort_keys=True)
+
+
+def _digest(text: str) -> str:
+    """sha256, 16 hex digits of it."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:
@@ -289,6 +300,10 @@ def build(args: list[str], run: bool) -> QKCLI:
 
 class _ParseOnly(QKCLI):
     """Stops before anything is built, and before a run's directory is looked at."""
+
+    @override
+    def _set_seed(self) -> None:
+        """Does nothing: Lightning's says so in a line, of every run that a sweep looks at."""
 
     @override
     def before_instantiate_classes(self) -> None:

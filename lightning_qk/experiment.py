@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import json
 import re
@@ -19,6 +20,21 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 class SweepError(ValueError):
     """The sweep can not start: the message names what is wrong and how to go on."""
+
+
+@dataclass(frozen=True)
+class ExtrapolationOptions:
+    """What the report fits the collapse steps of a grid against, and where it extrapolates to.
+
+    Args:
+        key: the key of the grid whose values enter as they are.
+        to: a value of it beyond those at which runs collapse.
+        log: further keys of the grid, whose logarithms enter.
+    """
+
+    key: str
+    to: float
+    log: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -47,7 +63,9 @@ class Experiment:
     arm_overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reference: str | None = None
     bases: Mapping[str, str] = field(default_factory=dict)  # arms of a grid, to the arm of the YAML that they are of
-    twins: Mapping[str, str] = field(default_factory=dict)  # arms of a grid, to the reference at the same point
+    twins: Mapping[str, str] = field(default_factory=dict)  # arms to their healthy twins, where not all have one
+    points: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # arms of a grid, to its values there
+    extrapolate: Mapping[str, Any] | None = None  # what the report fits collapse steps against
 
     def __post_init__(self) -> None:
         for key, names in (("name", [self.name]), ("arms", list(self.arms))):
@@ -56,8 +74,8 @@ class Experiment:
                     raise SweepError(f"{key}: {name!r} names a directory; use letters, digits, '.', '_' and '-'")
         if not self.arms or not self.seeds:
             raise SweepError("arms, seeds: a sweep needs at least one of each")
-        if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise SweepError(f"seeds: {list(self.seeds)} must be different and not negative")
+        if len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0 or max(self.seeds) >= 2**32:
+            raise SweepError(f"seeds: {list(self.seeds)} must be different, not negative and below 2^32")
         reference = [] if self.reference is None else [self.reference]
         for key, names in (("arm_overrides", list(self.arm_overrides)), ("report.reference", reference)):
             for name in names:
@@ -117,7 +135,18 @@ def sweep_parser(description: str) -> ArgumentParser:
     parser.add_argument("--overrides", type=dict[str, Any], default={}, help="dotted keys given to every run")
     parser.add_argument("--arm_overrides", type=dict[str, dict[str, Any]], default={}, help="arm to its dotted keys")
     parser.add_argument("--grid", type=dict[str, list[Any]], default={}, help="dotted key to values, for every arm")
-    parser.add_argument("--report.reference", type=str | None, default=None, help="the arm to compare the others with")
+    parser.add_argument(
+        "--report.reference",
+        type=str | dict[str, str] | None,
+        default=None,
+        help="the arm to compare the others with, or {arm: its healthy twin}; an arm may be a pattern such as 'mx_*'",
+    )
+    parser.add_argument(
+        "--report.extrapolate",
+        type=ExtrapolationOptions | None,
+        default=None,
+        help="fit collapse steps of a grid: {key: one of its keys, to: where to, log: further keys, by logarithm}",
+    )
     parser.add_argument("--report_after", type=bool, default=True, help="report at the end (short: --report false)")
     parser.add_argument(
         "--executor", type=Literal["local", "slurm", "submitit_local"], default="local", help="who runs"
@@ -156,9 +185,8 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
     arm_overrides = {arm: {**sized.get(arm, {}), **options.arm_overrides.get(arm, {})} for arm in options.arms}
     arm_overrides |= {arm: {} for arm in (*sized, *options.arm_overrides) if arm not in arm_overrides}
     arms, arm_overrides, bases = expand_grid({**options.arms, **size.get("arms", {})}, arm_overrides, options.grid)
-    reference, twins = options.report.reference, dict[str, str]()
-    if options.grid and reference in options.arms:
-        twins, reference = {arm: reference + arm.removeprefix(base) for arm, base in bases.items()}, None
+    reference = options.report.reference
+    twins = pick_references(reference, list(options.arms), bases, bool(options.grid))
     experiment = Experiment(
         name=options.name + suffix,
         base=_paths(here, options.base) + _paths(here, size.get("base", [])),
@@ -166,12 +194,69 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
         seeds=tuple(_seed(seed) for seed in _listed(options.seeds)),
         overrides={**size.get("overrides", {}), **options.overrides},
         arm_overrides=arm_overrides,
-        reference=reference,
+        reference=None if twins or isinstance(reference, dict) else reference,
         bases=bases,
         twins=twins,
+        points={arm: {key: arm_overrides[arm][key] for key in options.grid} for arm in arms if options.grid},
+        extrapolate=_extrapolation(options.report.extrapolate, options.grid),
     )
     options.only = None if options.only is None else _listed(options.only)
     return options, experiment
+
+
+def pick_references(
+    reference: str | Mapping[str, str] | None, arms: Sequence[str], bases: Mapping[str, str], has_grid: bool
+) -> dict[str, str]:
+    """The healthy twin of every arm; empty where all have the one that `reference` names, or none.
+
+    Args:
+        reference: An arm, or arms and patterns of arms to their twins. The first that matches an arm counts; a twin is
+            its own.
+        arms: The arms of the YAML.
+        bases: Those at the points of a grid, to the arm of the YAML that each is of. Its twin is at the same point.
+        has_grid: Whether there is a grid.
+
+    Raises:
+        SweepError: a key that matches no arm, a twin that is none, or an arm that is a twin and shall have another.
+    """
+    if reference is None or isinstance(reference, str):
+        if reference is None or not has_grid or reference not in arms:
+            return {}
+        return {arm: reference + arm.removeprefix(base) for arm, base in bases.items()}
+    for key, twin in reference.items():
+        if twin not in arms:
+            raise SweepError(f"report.reference.{key}: {twin!r} is not an arm; the arms are {', '.join(arms)}")
+        if not fnmatch.filter(arms, key):
+            raise SweepError(f"report.reference.{key}: matches no arm; the arms are {', '.join(arms)}")
+        if key in reference.values() and key != twin:
+            raise SweepError(f"report.reference.{key}: a twin of others is its own, it can not be compared with {twin}")
+    found = {}
+    for arm in arms:
+        keys = [key for key in reference if fnmatch.fnmatchcase(arm, key)]
+        if arm in reference.values() or keys:
+            found[arm] = arm if arm in reference.values() else reference[keys[0]]
+    return {arm: found[base] + arm.removeprefix(base) for arm, base in bases.items() if base in found}
+
+
+def _extrapolation(wanted: Namespace | None, grid: Mapping[str, list[Any]]) -> dict[str, Any] | None:
+    """What the report is told of an extrapolation.
+
+    Raises:
+        SweepError: a key that is not of the grid, or values of it that are not numbers (or not positive, by logarithm).
+    """
+    if wanted is None:
+        return None
+    if left_out := [key for key in grid if key not in (wanted.key, *wanted.log)]:
+        raise SweepError(f"report.extrapolate: {left_out[0]} of the grid is neither key nor in log")
+    for key in (wanted.key, *wanted.log):
+        if key not in grid:
+            raise SweepError(
+                f"report.extrapolate: {key} is not a key of the grid, which has {', '.join(grid) or 'none'}"
+            )
+        numbers = [value for value in grid[key] if isinstance(value, int | float) and not isinstance(value, bool)]
+        if len(numbers) < len(grid[key]) or (key in wanted.log and min(numbers) <= 0):
+            raise SweepError(f"report.extrapolate: grid.{key}: {grid[key]} must be numbers; those of log positive")
+    return wanted.as_dict()
 
 
 def _pick_size(sizes: Mapping[str, Mapping[str, Any]], name: str | None) -> tuple[Mapping[str, Any], str]:

@@ -78,6 +78,9 @@ class Manifest:
             "seeds": sorted({*before.get("seeds", []), *experiment.seeds}),
             "reference": experiment.reference,
             "twins": dict(experiment.twins),
+            "bases": dict(experiment.bases),
+            "points": {arm: dict(point) for arm, point in experiment.points.items()},
+            "extrapolate": experiment.extrapolate,
             "runs": {**before.get("runs", {}), **runs},
             "sweeps": [*before.get("sweeps", []), *([sweep] if runs else [])],
         }

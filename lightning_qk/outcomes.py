@@ -27,6 +27,9 @@ from lightning_qk.tables import Table, p_value, short, spread
 RUNAWAY = (100, 1_000, 10_000)
 """Largest logits that count as run away."""
 
+TESTED_RUNAWAY = 1_000
+"""The one whose rates the arms are compared by."""
+
 KEYS = (
     *("step", "max_steps", "collapse_step", "guard_step", "loss", "min_loss", "val_loss", "sigma_q", "sigma_k"),
     *("max_logit", "max_logit_peak", "seconds", "config_hash", "error"),
@@ -82,6 +85,7 @@ def compare(arm: Arm, other: Arm) -> dict[str, Any]:
     """Every number that compares two arms with counted runs."""
     losses = paired_losses(arm, other)
     usable = [loss for loss in losses if abs(loss) < float("inf")]
+    ran_away, others = runaways(arm, TESTED_RUNAWAY), runaways(other, TESTED_RUNAWAY)
     return {
         "other": other.name,
         "rate_difference": arm.k / arm.n - other.k / other.n,
@@ -92,6 +96,7 @@ def compare(arm: Arm, other: Arm) -> dict[str, Any]:
         "loss_difference": statistics.fmean(usable) if usable else None,
         "loss_interval": bootstrap_mean(usable),
         "pairs": len(losses),
+        "runaway_fisher": fisher(*ran_away, *others) if ran_away[1] and others[1] else None,
     }
 
 
@@ -99,8 +104,11 @@ def comparisons(arms: Sequence[Arm], others: Mapping[str, Arm]) -> dict[str, dic
     """Every arm against its counterpart, with Holm's correction over all of them."""
     pairs = [(arm, others[arm.name]) for arm in arms if arm.name in others and arm is not others[arm.name]]
     found = {arm.name: compare(arm, other) for arm, other in pairs if arm.n and other.n}
-    adjusted = holm([item["fisher"] for item in found.values()])
-    return {name: item | {"fisher_holm": p} for (name, item), p in zip(found.items(), adjusted, strict=True)}
+    for test in ("fisher", "runaway_fisher"):
+        tested = [item for item in found.values() if item[test] is not None]
+        for item, p in zip(tested, holm([item[test] for item in tested]), strict=True):
+            item[f"{test}_holm"] = p
+    return found
 
 
 def comparison_table(title: str, compared: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -133,14 +141,37 @@ def comparison_table(title: str, compared: Mapping[str, Mapping[str, Any]]) -> T
     )
 
 
-def runaway_row(arm: Arm) -> dict[str, str]:
-    """How often the largest logit passed some sizes, whatever the loss did. One that is not finite passed them all."""
+def runaways(arm: Arm, size: float) -> tuple[int, int]:
+    """How many runs' largest logit passed a size, of how many; one that is not finite passed any."""
     peaks = arm.values("max_logit_peak")
+    return sum(not peak <= size for peak in peaks), len(peaks)
+
+
+def runaway_row(arm: Arm, compared: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, str]:
+    """How often the largest logit passed some sizes, whatever the loss did, and the test of one against the others."""
     row = {"arm": arm.name}
     for size in RUNAWAY:
-        k = sum(not peak <= size for peak in peaks)
-        row[f"logit > {size:,}"] = f"{k}/{len(peaks)} ({interval(wilson(k, len(peaks)))})"
+        k, n = runaways(arm, size)
+        row[f"logit > {size:,}"] = f"{k}/{n} ({interval(wilson(k, n))})"
+    for side, items in compared.items():
+        item = items.get(arm.name, {})
+        row |= {
+            side: item.get("other", "-"),
+            f"Fisher p ({side})": p_value(item.get("runaway_fisher")),
+            f"Holm ({side})": p_value(item.get("runaway_fisher_holm")),
+        }
     return row
+
+
+def runaway_table(arms: Sequence[Arm], compared: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Table:
+    """Logits that ran away, arm by arm, with the comparisons of both sides (`twin`, and `against` if there is one)."""
+    compared = {side: items for side, items in compared.items() if items}
+    return Table(
+        "Logits ran away",
+        [runaway_row(arm, compared) for arm in arms if arm.values("max_logit_peak")],
+        "By the largest one of the run, as it was sampled; Wilson 95 % intervals. Fisher: two-sided, of the rates of "
+        f"logits above {TESTED_RUNAWAY:,}; Holm: that p corrected for the tests of its column.",
+    )
 
 
 def run_numbers(arm: Arm, run: Run, judged: Judged) -> dict[str, Any]:
@@ -178,6 +209,8 @@ def arm_numbers(arm: Arm, judged: Judged, against: Mapping[str, Mapping[str, Any
         values = arm.values(key)
         row[f"{key}_mean"] = float(np.mean(values)) if values else None  # nan if one of them is
         row[f"{key}_median"] = float(np.median(values)) if values else None
+    ran_away, logged = runaways(arm, TESTED_RUNAWAY)
+    row |= {"logits_logged": logged, f"logit_above_{TESTED_RUNAWAY}": ran_away}
     row["judged"] = sum(run.path in judged for run in arm.counted)
     for rule in RULES:
         found = [judged[run.path][rule].collapsed for run in arm.counted if run.path in judged]
@@ -193,5 +226,6 @@ def arm_numbers(arm: Arm, judged: Judged, against: Mapping[str, Mapping[str, Any
             **{f"{side}_log_rank": item.get("log_rank"), f"{side}_pairs": item.get("pairs")},
             **{f"{side}_loss_difference": item.get("loss_difference")},
             **{f"{side}_loss_low": loss_low, f"{side}_loss_high": loss_high},
+            **{f"{side}_{test}": item.get(test) for test in ("runaway_fisher", "runaway_fisher_holm")},
         }
     return row

@@ -2,7 +2,8 @@
 
 The report reads run directories only, never configurations. It prints its tables and writes them as `report.md` and
 `report.tex`; the numbers as `report.csv` (one row a run) and `arms.csv` (one row an arm); the curves as `figure.png`
-and `figure.svg`, survival as `survival.png` and `survival.svg`; and the directory `aggregate/` for TensorBoard. A run
+and `figure.svg`, survival as `survival.png` and `survival.svg`; `extrapolation.csv`, `.png` and `.svg` where the
+experiment asks for a fit of its collapse steps; and the directory `aggregate/` for TensorBoard. A run
 without a verdict is named as unfinished and never counted; what is missing, broken or not finite is named too.
 """
 
@@ -21,11 +22,12 @@ from typing import Any
 import numpy as np
 from jsonargparse import ArgumentParser
 
-from lightning_qk import crash_rule
+from lightning_qk import crash_rule, extrapolation
 from lightning_qk.activation import activation_table
 from lightning_qk.alarms import PREFIX, alarm_tables, readings
 from lightning_qk.crash_rule import Judged, judge_all, rule_table
 from lightning_qk.events import Scalars, read_history
+from lightning_qk.extrapolation import Extrapolation
 from lightning_qk.figures import TAGS
 from lightning_qk.outcomes import (
     arm_numbers,
@@ -33,7 +35,7 @@ from lightning_qk.outcomes import (
     comparison_table,
     comparisons,
     run_numbers,
-    runaway_row,
+    runaway_table,
     survival_row,
 )
 from lightning_qk.runs import Arm, Run, find_runs, group_arms, pick_opponents, pick_twins
@@ -54,6 +56,7 @@ class Report:
         scalars: What each run logged, by run directory and tag.
         judged: The runs under every crash rule.
         compared: Every arm against its `twin`, and `against` the second arm if one was named, by arm.
+        extrapolations: What was fitted to the collapse steps, where the experiment asks for it.
         problems: Runs by what is wrong with them.
     """
 
@@ -63,6 +66,7 @@ class Report:
     scalars: Scalars
     judged: Judged
     compared: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    extrapolations: Sequence[Extrapolation]
     problems: Mapping[str, Sequence[str]]
 
     @property
@@ -89,6 +93,10 @@ def gather(runs: Sequence[Run], reference: str | None = None, against: str | Non
                 problems[problem].append(f"{arm.name}/seed_{run.seed}")
         if arm.n and arm.name in twins and not twins[arm.name].n:
             problems[f"not compared: {twins[arm.name].name} has no run that counts"].append(arm.name)
+    extrapolations = extrapolation.extrapolate(arms)
+    for one in extrapolations:
+        if one.problem:
+            problems[f"not extrapolated to {one.key} = {one.to:g}: {one.problem}"].append(one.arm)
     scalars = {path: history for path, (history, _) in histories.items()}
     return Report(
         title=", ".join(sorted({run.path.parent.parent.name for run in runs})),
@@ -97,6 +105,7 @@ def gather(runs: Sequence[Run], reference: str | None = None, against: str | Non
         scalars=scalars,
         judged=judge_all(arms, scalars),
         compared={side: comparisons(arms, others) for side, others in sides.items()},
+        extrapolations=extrapolations,
         problems=problems,
     )
 
@@ -144,11 +153,8 @@ def tables(report: Report) -> list[Table]:
         comparison_table(f"Against {names[0] if len(names) == 1 else 'the healthy twin'}", compared["twin"]),
         comparison_table(f"Against {_opponent(compared)}", compared.get("against", {})),
         rule_table(report.arms, report.judged),
-        Table(
-            "Logits ran away",
-            [runaway_row(arm) for arm in report.counted if arm.values("max_logit_peak")],
-            "By the largest one of the run, as it was sampled; Wilson 95 % intervals.",
-        ),
+        runaway_table(report.counted, compared),
+        *extrapolation.tables(report.extrapolations),
         activation_table(report.arms, report.twins, report.scalars),
         *alarm_tables(report.arms, report.twins, report.scalars),
     ]
@@ -208,6 +214,7 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 def write(report: Report, out: Path) -> None:
     """Write every output into a directory."""
+    from lightning_qk.extrapolation_figure import draw_extrapolation
     from lightning_qk.figures import draw
     from lightning_qk.survival_figure import draw_survival
     from lightning_qk.tensorboard_export import export, place
@@ -219,6 +226,11 @@ def write(report: Report, out: Path) -> None:
     if report.counted:
         draw_survival(report.counted, report.twins, report.healthy, out)
         figures.append(out / "survival.png")
+    fitted = [one for one in report.extrapolations if one.fits]
+    if fitted:
+        draw_extrapolation(fitted, out)
+        figures.append(out / "extrapolation.png")
+        write_text_atomic(out / "extrapolation.csv", as_csv(list(extrapolation.numbers(fitted))))
     export(report.arms, report.scalars, figures, out)
     content = tables(report)
     images = "\n\n".join(f"![{path.stem} of {report.title}]({path.name})" for path in figures)
@@ -282,5 +294,6 @@ def main(args: list[str] | None = None) -> int:
         print(as_json(report))
     else:
         print(f"{as_text(tables(report))}\n\n{remarks(report)}")
-        print(f"written to {out}: report.md, report.tex, report.csv, arms.csv, figure.*, survival.*, aggregate/")
+        more = ", extrapolation.*" if any(one.fits for one in report.extrapolations) else ""
+        print(f"written to {out}: report.md, report.tex, report.csv, arms.csv, figure.*, survival.*{more}, aggregate/")
     return 0

@@ -12,13 +12,13 @@ The experiment's YAML is the configuration of the sweep:
     overrides: {trainer.max_steps: 1500}      # given to every run
     arm_overrides: {fault: {some.key: 1}}     # given to one arm
     grid: {model.lr: [0.004, 0.008]}          # every arm at every point, as arms fp32-lr_0.004, ...
-    report: {reference: fp32}                 # the healthy twin
+    report: {reference: fp32}                 # the healthy twin, or {arm or pattern such as "mx_*": its twin}
     executor: slurm                           # or local, the default: processes that end with the sweep
     slurm: {time: 120, partition: gpu, gpus_per_node: 1, cpus_per_task: 4, array_parallelism: 16}
 
-Every configuration is checked before the first run starts. A run that is done is not run again, so the same command
-goes on where a sweep was stopped. With SLURM it submits what has no job yet and watches all; Ctrl-C leaves the jobs.
-A job that is preempted or reaches its time limit goes back into the queue, and on from its last checkpoint. A job
+Every arm's configuration is checked before the first run starts. A run that is done is not run again, so the same
+command goes on where a sweep was stopped. With SLURM it submits what has no job yet and watches all; Ctrl-C leaves the
+jobs. A job that is preempted or reaches its time limit goes back into the queue, and on from its last checkpoint. A job
 without a GPU has one thread for its numbers, as a local run has, and so the same bits.
 """
 
@@ -58,6 +58,8 @@ class Resolved(Protocol):
 
     @property
     def uses_gpu(self) -> bool: ...
+
+    def with_seed(self, seed: int) -> Resolved: ...
 
 
 def fit_command(run: Run) -> list[str]:
@@ -103,17 +105,21 @@ class Sweep:
         self.uses_gpu = False
 
     def hashes(self) -> dict[str, str]:
-        """The configuration hash of every run, by run name: any mistake in any arm is found here."""
-        found = {}
+        """The configuration hash of every run, by run name: any mistake in any arm is found here.
+
+        Runs of an arm differ in their seed alone, so that one of them is resolved for all.
+        """
+        resolved: dict[str, Resolved] = {}
         for run in self.runs:
+            if run.arm in resolved:
+                continue
             try:
-                resolved = self.resolve(list(run.fit_args))
-                found[run.name] = resolved.config_hash
-                self.uses_gpu |= resolved.uses_gpu
+                resolved[run.arm] = self.resolve(list(run.fit_args))
             except (ValueError, TypeError, OSError) as error:
                 files = ", ".join(str(file) for file in self.experiment.arms[run.arm])
-                raise SweepError(f"arm {run.arm} ({files}), seed {run.seed}: {error}") from error
-        return found
+                raise SweepError(f"arm {run.arm} ({files}): {error}") from error
+        self.uses_gpu = any(one.uses_gpu for one in resolved.values())
+        return {run.name: resolved[run.arm].with_seed(run.seed).config_hash for run in self.runs}
 
     def pending(self, hashes: Mapping[str, str], alive: Mapping[str, str]) -> list[Run]:
         """The runs that are not done; refuses to mix two configurations in one directory.

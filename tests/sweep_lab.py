@@ -92,6 +92,10 @@ class Resolved:
     config_hash: str = "hash"
     run_dir: Path = Path()
     uses_gpu: bool = False
+    by_seed: Mapping[int, str] = field(default_factory=dict)
+
+    def with_seed(self, seed: int) -> Resolved:
+        return Resolved(self.by_seed.get(seed, self.config_hash))
 
 
 @dataclass

@@ -213,6 +213,17 @@ def test_the_hash_ignores_where_and_how_a_run_is_shown(tmp_path: Path, tokens: d
         assert resolve_run([*run_args(tmp_path, tokens), *extra]).config_hash == base.config_hash, extra
 
 
+def test_another_seed_needs_no_parsing(
+    tmp_path: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = run_args(tmp_path, tokens)
+    parsed = resolve_run([*args, "--seed_everything", "17"])
+    assert resolve_run(args).with_seed(17) == parsed != resolve_run(args)
+    assert parsed.with_seed(3) == resolve_run(args)
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "")
+
+
 @pytest.mark.parametrize(
     "extra",
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sweep_lab import Resolved
 
 from lightning_qk.experiment import Run, parse_sweep
 from lightning_qk.sweep import main
@@ -45,7 +46,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.parent.mkdir()
     path.write_text(YAML)
     cli = types.ModuleType("lightning_qk.cli")
-    cli.resolve_run = lambda args: types.SimpleNamespace(config_hash="hash", uses_gpu=False)  # type: ignore[attr-defined]
+    cli.resolve_run = lambda args: Resolved()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "lightning_qk.cli", cli)
     monkeypatch.chdir(tmp_path)
     return path
@@ -100,6 +101,79 @@ def test_the_reference_of_a_grid_is_the_twin_at_the_same_point(config: Path) -> 
     assert parse_sweep(["-c", str(config)], "")[1].twins == {}
 
 
+MAPPING = "report: {reference: {guard*: fp32, sd*: sdpa, bare: bare_fp32}}"
+MANY = "arms: {fp32: A, sdpa: A, guard: A, guard_late: A, sdpa_guard: A, bare: A, bare_fp32: A, lonely: A}"
+
+
+def mapping(grid: str = "") -> str:
+    arms = MANY.replace("A", "../arms/fp32.yaml")
+    text = YAML.replace("report: {reference: fp32}", MAPPING).replace("arm_overrides", "#")
+    return "\n".join(arms if line.startswith("arms") else line for line in text.splitlines()) + f"\n{grid}\n"
+
+
+def test_every_arm_may_have_a_healthy_twin_of_its_own(config: Path) -> None:
+    config.write_text(mapping())
+    _, experiment = parse_sweep(["-c", str(config)], "")
+    twins = {
+        **{"fp32": "fp32", "sdpa": "sdpa", "guard": "fp32", "guard_late": "fp32", "sdpa_guard": "sdpa"},
+        **{"bare": "bare_fp32", "bare_fp32": "bare_fp32"},
+    }
+    assert (experiment.reference, experiment.twins) == (None, twins), "lonely is compared with nothing"
+    config.write_text(mapping("grid: {model.lr: [0.1, 0.2]}"))
+    _, experiment = parse_sweep(["-c", str(config)], "")
+    assert experiment.twins == {f"{arm}-lr_{lr}": f"{twin}-lr_{lr}" for arm, twin in twins.items() for lr in (0.1, 0.2)}
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (("bare: bare_fp32", "bear: bare_fp32"), "report.reference.bear: matches no arm; the arms are fp32, sdpa"),
+        (("sd*: sdpa", "sd*: spda"), "report.reference.sd*: 'spda' is not an arm; the arms are fp32, sdpa"),
+        (("sd*: sdpa", "fp32: sdpa"), "report.reference.fp32: a twin of others is its own"),
+    ],
+)
+def test_mistakes_in_twins_are_named(
+    edit: tuple[str, str], message: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(mapping().replace(*edit))
+    assert main(["-c", str(config)]) == 2
+    assert message in capsys.readouterr().err
+
+
+EXTRAPOLATE = (
+    "report: {extrapolate: {key: some.bits, to: 7, log: [model.lr]}}\ngrid: {some.bits: [1, 2], model.lr: [0.1]}"
+)
+
+
+def test_an_extrapolation_is_told_to_the_report(config: Path) -> None:
+    config.write_text(YAML.replace("report: {reference: fp32}", EXTRAPOLATE))
+    _, experiment = parse_sweep(["-c", str(config)], "")
+    assert experiment.extrapolate == {"key": "some.bits", "to": 7.0, "log": ["model.lr"]}
+    assert experiment.points["fp32-bits_2-lr_0.1"] == {"some.bits": 2, "model.lr": 0.1}
+    assert len(experiment.points) == 4
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            ("log: [model.lr]", "log: [model.lr, lr]"),
+            "report.extrapolate: lr is not a key of the grid, which has some.b",
+        ),
+        (("log: [model.lr]", "log: []"), "report.extrapolate: model.lr of the grid is neither key nor in log"),
+        (("model.lr: [0.1]", "model.lr: [0]"), "report.extrapolate: grid.model.lr: [0] must be numbers"),
+        (("some.bits: [1, 2]", "some.bits: [1, x]"), "report.extrapolate: grid.some.bits: [1, 'x'] must be numbers"),
+        (("to: 7", "too: 7"), "report.extrapolate"),
+    ],
+)
+def test_mistakes_in_an_extrapolation_are_named(
+    edit: tuple[str, str], message: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(YAML.replace("report: {reference: fp32}", EXTRAPOLATE.replace(*edit)))
+    assert main(["-c", str(config)]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_executor_of_the_yaml(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config.write_text(YAML + "executor: slurm\nslurm: {time: 60, setup: [module load cuda]}\njobs: 3\n")
     options, _ = parse_sweep(["-c", str(config), "--slurm.time", "90"], "")
@@ -109,6 +183,13 @@ def test_executor_of_the_yaml(config: Path, capsys: pytest.CaptureFixture[str]) 
     assert "#SBATCH --array=0-3%3\n" in out and "module load cuda\n" in out
     assert main(["-c", str(config), "--executor", "local", "--dry_run"]) == 0
     assert "#SBATCH" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("time", ["0-12:00:00", "'0-12:00:00'", "720"])
+def test_hours_of_slurm(time: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.write_text(YAML + f"executor: slurm\nslurm: {{time: {time}}}\n")
+    assert main(["-c", str(config), "--dry_run"]) == 0
+    assert "#SBATCH --time=720\n" in capsys.readouterr().out
 
 
 def test_sizes_lie_between_the_base_and_the_arm(config: Path, tmp_path: Path) -> None:
@@ -180,6 +261,7 @@ def test_dry_run_from_the_command_line(config: Path, tmp_path: Path, capsys: pyt
         (("name: demo", "name: demo\nexecutor: pbs"), "pbs"),
         (("name: demo", "name: demo\nexecutor: slurm"), "slurm.time: missing"),
         (("name: demo", "name: demo\nexecutor: slurm\nslurm: {time: 12:00:00}"), "slurm.time: 43200 must be minutes"),
+        (("name: demo", "name: demo\nexecutor: slurm\nslurm: {time: '12:00:00'}"), "such as 0-12:00:00"),
     ],
 )
 def test_mistakes_in_the_yaml_are_named(

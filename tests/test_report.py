@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from made_up_runs import cells, write_run
+from scipy.stats import fisher_exact
+from statsmodels.stats.multitest import multipletests
 
 from lightning_qk.report import main, make_report
 from lightning_qk.runs import find_runs, group_arms, pick_opponents, pick_twins
@@ -161,6 +163,33 @@ def test_runaway_counts_peaks_with_intervals(tmp_path: Path) -> None:
         write_run(tmp_path / "demo", "fault", seed, max_logit_peak=peak)
     row = cells(markdown(tmp_path / "demo"), "fault", "## Logits ran away")
     assert row == ["fault", "2/4 (0.15..0.85)", "2/4 (0.15..0.85)", "1/4 (0.05..0.70)"]
+
+
+def test_runaway_rates_are_tested_against_the_twin(tmp_path: Path) -> None:
+    root = tmp_path / "demo"
+    passed = {"fp32": (0, 5), "sdpa": (1, 4), "fault": (5, 5), "mx": (3, 4), "mild": (1, 5)}
+    twins = {"fp32": "fp32", "sdpa": "sdpa", "fault": "fp32", "mx": "sdpa", "mild": "fp32"}
+    for arm, (k, n) in passed.items():
+        for seed in range(n):
+            write_run(root, arm, seed, max_logit_peak="inf" if seed == 0 and k else 1000.5 if seed < k else 1000.0)
+    write_run(root, "mild", 9, "unfinished")
+    (root / "experiment.json").write_text(json.dumps({"arms": list(passed), "reference": None, "twins": twins}))
+    text = markdown(root, against="mild")
+    compared = [arm for arm in passed if twins[arm] != arm]
+    fishers = [fisher_exact([[k, n - k] for k, n in (passed[arm], passed[twins[arm]])])[1] for arm in compared]
+    with (root / "arms.csv").open() as file:
+        rows = {row["arm"]: row for row in csv.DictReader(file)}
+    for arm, p, corrected in zip(compared, fishers, multipletests(fishers, method="holm")[1], strict=True):
+        cell = cells(text, arm, "## Logits ran away")
+        assert cell[4:7] == [twins[arm], f"{p:.2g}", f"{corrected:.2g}"]
+        assert float(rows[arm]["twin_runaway_fisher"]) == pytest.approx(p)
+        assert float(rows[arm]["twin_runaway_fisher_holm"]) == pytest.approx(corrected)
+        assert (rows[arm]["logit_above_1000"], rows[arm]["logits_logged"]) == tuple(map(str, passed[arm]))
+    assert cells(text, "fp32", "## Logits ran away")[4:] == ["-", "-", "-", "mild", "1", "1"]
+    assert rows["sdpa"]["twin_runaway_fisher"] == ""
+    latex = (root / "report.tex").read_text()
+    assert r"Fisher p (twin) & Holm (twin)" in latex
+    assert any(line.startswith("fault & ") and f"& fp32 & {fishers[0]:.2g} & " in line for line in latex.splitlines())
 
 
 def test_files_are_complete_and_leave_nothing_behind(experiment: Path) -> None:

@@ -101,7 +101,7 @@ def test_changed_configuration_of_a_started_run_is_refused(lab: Lab) -> None:
     assert lab.sweep(jobs=2).run() == 1
 
     def changed(args: list[str]) -> Resolved:
-        return Resolved("new" if {"fp32", "0"} <= set(args) else "hash")
+        return Resolved(by_seed={0: "new"} if "fp32" in args else {})
 
     lab.path("fp32/seed_0/checkpoints").mkdir()
     checkpoint = lab.path("fp32/seed_0/checkpoints/last.ckpt")
@@ -113,13 +113,28 @@ def test_changed_configuration_of_a_started_run_is_refused(lab: Lab) -> None:
     assert lab.sweep(resolve=changed).run() == 0
 
 
+def test_an_arm_is_resolved_once_for_all_its_seeds(lab: Lab) -> None:
+    asked: list[str] = []
+
+    def resolve(args: list[str]) -> Resolved:
+        asked.append(args[args.index("--run.arm") + 1])
+        return Resolved(asked[-1], by_seed={3: f"{asked[-1]} of 3"})
+
+    sweep = lab.sweep(resolve=resolve, experiment=lab.experiment((0, 3)))
+    assert sweep.hashes() == {
+        **{"fp32/seed_0": "fp32", "fault/seed_0": "fault"},
+        **{"fp32/seed_3": "fp32 of 3", "fault/seed_3": "fault of 3"},
+    }
+    assert asked == ["fp32", "fault"]
+
+
 def test_mistake_in_the_last_arm_stops_before_the_first_run(lab: Lab) -> None:
     def resolve(args: list[str]) -> Resolved:
         if args[args.index("--run.arm") + 1] == "fault":
             raise ValueError("Key 'trainer.max_stepz' is not expected")
         return Resolved()
 
-    with pytest.raises(SweepError, match=r"arm fault \(.*arm.yaml\), seed 0: Key 'trainer.max_stepz'"):
+    with pytest.raises(SweepError, match=r"arm fault \(.*arm.yaml\): Key 'trainer.max_stepz'"):
         lab.sweep(resolve=resolve).run()
     assert not (lab.root / "runs").exists()
 

@@ -52,7 +52,7 @@ class SubmititExecutor:
                 hint = f"did you mean {close[0]}?" if close else "sbatch's other options go into additional_parameters;"
                 raise SweepError(f"slurm.{key}: not a parameter of submitit; {hint} it has {', '.join(valid)}")
         if name == "slurm" and "time" not in self.parameters:
-            raise SweepError("slurm.time: missing; the time limit of a job in minutes, or '2-12:00:00'")
+            raise SweepError("slurm.time: missing; the time limit of a job in minutes, or 2-12:00:00")
         self.parameters["time"] = _minutes(self.parameters.get("time", WEEK))
         # some clusters put no job back into the queue that does not ask for it
         self.parameters["additional_parameters"] = {"requeue": True, **self.parameters.get("additional_parameters", {})}
@@ -134,6 +134,6 @@ def _minutes(value: Any) -> int:
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return (days * 24 + hours) * 60 + minutes + (seconds > 0)
     raise SweepError(
-        f"slurm.time: {value!r} must be minutes, up to 3599, or text such as '2-12:00:00' or '12:00:00' in quotes "
-        "(without them YAML reads 43200)"
+        f"slurm.time: {value!r} must be minutes, up to 3599, or text such as 0-12:00:00 (12:00:00 alone is "
+        "read as 43200, in quotes or not)"
     )
