@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from callbacks.draws import generator, normal
+from callbacks.draws import generator, normal, run_seed
 from lightning_qk.module import full, logging_is_due, write_full
 from lightning_qk.routes import route_parameters
 
@@ -79,7 +79,7 @@ class DirectionProbe(Callback):
         layers: indices of the blocks; None is all.
         start_step: first optimizer step, counted from 1, that may be edited.
         every_n_steps: edit the steps that are multiples of it.
-        seed: of the random directions.
+        seed: of the random directions; None takes the run's (``seed_everything``).
 
     Raises:
         ValueError: an argument that cannot be, or ``k`` not below the smaller side of a weight.
@@ -94,7 +94,7 @@ class DirectionProbe(Callback):
         layers: list[int] | None = None,
         start_step: int = 1,
         every_n_steps: int = 1,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         if mode not in MODES or side not in SIDES:
             raise ValueError(
@@ -105,7 +105,7 @@ class DirectionProbe(Callback):
                 f"DirectionProbe: k={k}, start_step={start_step} and every_n_steps={every_n_steps} must be at least 1."
             )
         self.mode, self.target, self.k, self.side, self.layers = mode, target, k, side, layers
-        self.start_step, self.every_n_steps, self.seed = start_step, every_n_steps, seed
+        self.start_step, self.every_n_steps, self.seed = start_step, every_n_steps, run_seed(seed)
         self._hooks: list[RemovableHandle] = []
         self._before: dict[str, Tensor] = {}
         self._readings: dict[str, Reading] = {}

@@ -19,6 +19,7 @@ from callbacks import (
     DivergenceStop,
     GradientDriftMonitor,
     LastBinMonitor,
+    MomentumSigns,
     OperandAttribution,
     PrecisionSwitch,
     QKGuard,
@@ -31,7 +32,7 @@ PASSES = [
     *("forward(one cause)", "backward(one cause)"),
 ]
 REST = [
-    *("error read", "splice", "guard edits", "norm read", "clip", "step"),
+    *("error read", "splice", "momentum", "guard edits", "norm read", "clip", "step"),
     *("divergence judges", "guard looks", "warnings", "warnings", "warnings"),
 ]
 
@@ -52,9 +53,11 @@ def test_one_training_step_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     attribution = OperandAttribution("qk", causes=["x"], every_n_steps=1)
     drift, last_bin = GradientDriftMonitor(1, every_n_steps=1), LastBinMonitor(every_n_steps=1)
     splice, guard = RouteSplice("mlp"), QKGuard(mode="always_on", action="zclip")
+    momentum = MomentumSigns("random")
     switch, stop = PrecisionSwitch(["fp32"], step=2), DivergenceStop()
     trace.watch(attribution, "compare", "error read")
     trace.watch(splice, "on_before_optimizer_step", "splice")
+    trace.watch(momentum, "on_before_optimizer_step", "momentum")
     trace.watch(guard, "on_before_optimizer_step", "guard edits")
     trace.watch(drift, "on_before_optimizer_step", "norm read")
     for warning in (attribution, drift, last_bin):
@@ -62,7 +65,7 @@ def test_one_training_step_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     trace.watch(stop, "on_train_batch_end", "divergence judges")
     trace.watch(guard, "on_train_batch_end", "guard looks")
     trace.watch(formats, "change", "policy changes")
-    watching = [switch, splice, stop, guard, attribution, last_bin, drift]
+    watching = [switch, splice, momentum, stop, guard, attribution, last_bin, drift]
     trainer(tmp_path, watching, plugin, max_steps=3).fit(model, data())
     step = [*PASSES, *REST]
     assert trace == [*step, *step, "policy changes", "forward(exact)", "backward(exact)", *REST]
