@@ -116,6 +116,8 @@ def variants(model: str) -> dict[str, Callable[[], list[float]]]:
         "SDPA, no callbacks": lambda: fit(model, sdpa(), []),
         "bare PyTorch loop": lambda: bare_loop(model),
         "SDPA, dormant guard": lambda: fit(model, sdpa(), [QKGuard()]),
+        # what every look costs once the bound is over the threshold, in layers where it is
+        "SDPA, guard, exact maximum": lambda: fit(model, sdpa(), [QKGuard(1e9, trigger="max_logit")]),
         "SDPA, monitor and dormant guard": lambda: fit(model, sdpa(), [SpectralMonitor(), QKGuard()]),
         "streaming fp32 carry": lambda: fit(model, BF16CarryAttention(sites="fp32", tile=TILE[model]), []),
         "fault (bf16 carry)": lambda: fit(model, fault(), []),

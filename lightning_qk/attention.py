@@ -52,14 +52,15 @@ class Pass(NamedTuple):
         G, S = self.k.shape[1:3]
         stop = T if stop is None else min(stop, T)
         keys = min(stop, S) if self.causal else S
-        k = self.k[:, :, :keys].float().repeat_interleave(H // G, 1)
-        scores = self.q[:, :, start:stop].float() @ k.mT * (D**-0.5 if self.scale is None else self.scale)
+        k = self.k[:, :, :keys].float()
+        k = k if G == H else k.repeat_interleave(H // G, 1)
+        # in place: these are the largest tensors of an attention layer
+        scores = (self.q[:, :, start:stop].float() @ k.mT).mul_(D**-0.5 if self.scale is None else self.scale)
         if self.softcap_H is not None:
             scores = soft_capped(scores, self.softcap_H)
         if self.causal:
             row = torch.arange(start, stop, device=scores.device)
-            future = torch.arange(keys, device=scores.device) > row[:, None]
-            scores = scores.masked_fill(future, -torch.inf)
+            scores.masked_fill_(torch.arange(keys, device=scores.device) > row[:, None], -torch.inf)
         if self.mask is None:
             return scores
         mask = self.mask.expand(*self.mask.shape[:-2], T, S)[..., start:stop, :keys]
@@ -76,7 +77,7 @@ class Pass(NamedTuple):
     @torch.no_grad()
     def max_logit_H(self) -> Tensor:
         """The exact maximum of the scores per head, float32 [H]; NaN where any score is NaN."""
-        return torch.stack([scores.amax((0, 2, 3)) for scores in self.blocks()]).amax(0)
+        return torch.stack([scores.flatten(2).amax(-1).amax(0) for scores in self.blocks()]).amax(0)
 
     @torch.no_grad()
     def logit_bound_H(self) -> Tensor:
