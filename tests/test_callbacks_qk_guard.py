@@ -225,7 +225,7 @@ def test_sdpa_is_asked_for_the_exact_maximum_only_when_its_bound_is_over(
     assert bound_and_exact(1e6)[1] == 0
     largest_bound = max(bounds)
     guard, calls = bound_and_exact(largest_bound * 0.999)
-    assert calls == 2 and not guard.fired  # one per layer; the bound is loose, the maximum below it
+    assert calls == 1 and not guard.fired  # in that layer; the bound is loose, the maximum below it
     guard, calls = bound_and_exact(1e-9)
     assert calls == 2 and guard.fired
     assert guard.history[0]["logit"] < largest_bound
