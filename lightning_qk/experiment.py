@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
+
+from lightning_qk.checkpoints import Fork
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -29,10 +32,16 @@ class Run:
     seed: int
     path: Path
     fit_args: tuple[str, ...]
+    fork: Fork | None = None
 
     @property
     def name(self) -> str:
         return f"{self.arm}/seed_{self.seed}"
+
+    @property
+    def parent(self) -> str | None:
+        """Name of the run that it is a fork of, which must be done first."""
+        return None if self.fork is None else f"{self.fork.arm}/seed_{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,8 @@ class Experiment:
     reference: str | None = None
     bases: Mapping[str, str] = field(default_factory=dict)  # arms of a grid, to the arm of the YAML that they are of
     twins: Mapping[str, str] = field(default_factory=dict)  # arms of a grid, to the reference at the same point
+    scaling_law: bool = False  # whether the report fits one to every arm
+    forks: Mapping[str, Fork] = field(default_factory=dict)  # arms that begin with a checkpoint of another arm
 
     def __post_init__(self) -> None:
         for key, names in (("name", [self.name]), ("arms", list(self.arms))):
@@ -97,9 +108,12 @@ class Experiment:
             "--run.arm",
             arm,
         ]
+        fork = self.forks.get(arm)
+        if fork is not None:
+            args.append(f"--run.fork={json.dumps(dataclasses.asdict(fork))}")
         for key, value in {**self.overrides, **self.arm_overrides.get(arm, {})}.items():
             args.append(f"--{key}={value if isinstance(value, str) else json.dumps(value)}")
-        return Run(arm, seed, root / self.name / arm / f"seed_{seed}", (*args, "--ckpt_path", "last"))
+        return Run(arm, seed, root / self.name / arm / f"seed_{seed}", (*args, "--ckpt_path", "last"), fork)
 
 
 def sweep_parser(description: str) -> ArgumentParser:
@@ -116,8 +130,15 @@ def sweep_parser(description: str) -> ArgumentParser:
     parser.add_argument("--seeds", type=list[int] | str, default=[0], help="e.g. 0,1,2")
     parser.add_argument("--overrides", type=dict[str, Any], default={}, help="dotted keys given to every run")
     parser.add_argument("--arm_overrides", type=dict[str, dict[str, Any]], default={}, help="arm to its dotted keys")
-    parser.add_argument("--grid", type=dict[str, list[Any]], default={}, help="dotted key to values, for every arm")
+    parser.add_argument(
+        "--grid",
+        type=dict[str, list[Any] | dict[str, dict[str, Any]]],
+        default={},
+        help="for every arm: dotted key to values, or a name to named points that are dotted keys each",
+    )
+    parser.add_argument("--forks", type=dict[str, Any], default={}, help="arms that begin as others are at some steps")
     parser.add_argument("--report.reference", type=str | None, default=None, help="the arm to compare the others with")
+    parser.add_argument("--report.scaling_law", type=bool, default=False, help="fit L(N, D) to every arm of a grid")
     parser.add_argument("--report_after", type=bool, default=True, help="report at the end (short: --report false)")
     parser.add_argument(
         "--executor", type=Literal["local", "slurm", "submitit_local"], default="local", help="who runs"
@@ -156,6 +177,11 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
     arm_overrides = {arm: {**sized.get(arm, {}), **options.arm_overrides.get(arm, {})} for arm in options.arms}
     arm_overrides |= {arm: {} for arm in (*sized, *options.arm_overrides) if arm not in arm_overrides}
     arms, arm_overrides, bases = expand_grid({**options.arms, **size.get("arms", {})}, arm_overrides, options.grid)
+    stated = {**options.forks, **size.get("forks", {})}
+    forked, forks = expand_forks(stated, options.arms, options.grid)
+    for arm, fork in forks.items():  # the other arm, with more files on top
+        arms[arm] = [*_listed(arms[fork.arm]), *_listed(stated["arms"][forked[arm]])]
+        arm_overrides[arm] = arm_overrides[fork.arm]
     reference, twins = options.report.reference, dict[str, str]()
     if options.grid and reference in options.arms:
         twins, reference = {arm: reference + arm.removeprefix(base) for arm, base in bases.items()}, None
@@ -167,8 +193,10 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
         overrides={**size.get("overrides", {}), **options.overrides},
         arm_overrides=arm_overrides,
         reference=reference,
-        bases=bases,
+        bases=bases | forked,
         twins=twins,
+        forks=forks,
+        scaling_law=options.report.scaling_law,
     )
     options.only = None if options.only is None else _listed(options.only)
     return options, experiment
@@ -181,9 +209,9 @@ def _pick_size(sizes: Mapping[str, Mapping[str, Any]], name: str | None) -> tupl
         SweepError: there is no such size, or it has an unknown key.
     """
     for key, size in sizes.items():
-        if wrong := sorted(set(size) - {"base", "overrides", "arms", "arm_overrides"}):
+        if wrong := sorted(set(size) - {"base", "overrides", "arms", "arm_overrides", "forks"}):
             raise SweepError(
-                f"sizes.{key}: unknown key {wrong[0]!r}; a size has base, overrides, arms and arm_overrides"
+                f"sizes.{key}: unknown key {wrong[0]!r}; a size has base, overrides, arms, arm_overrides and forks"
             )
     if name is None:
         return next(iter(sizes.values()), {}), ""
@@ -193,9 +221,11 @@ def _pick_size(sizes: Mapping[str, Mapping[str, Any]], name: str | None) -> tupl
 
 
 def expand_grid(
-    arms: Mapping[str, Any], arm_overrides: Mapping[str, Mapping[str, Any]], grid: Mapping[str, list[Any]]
+    arms: Mapping[str, Any], arm_overrides: Mapping[str, Mapping[str, Any]], grid: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, str]]:
     """Every arm at every point of the grid, as arms of their own: ``fault`` becomes ``fault-lr_0.004``, and so on.
+
+    An axis of named points, each of which sets several keys, gives their names: ``fault-small``.
 
     Returns:
         By the new arm: its files, its overrides, and the arm that it comes from.
@@ -203,22 +233,57 @@ def expand_grid(
     Raises:
         SweepError: a key without values, a value twice, or overrides of an arm that is not there.
     """
-    for key, values in grid.items():
-        if not values or len({json.dumps(value) for value in values}) < len(values):
-            raise SweepError(f"grid.{key}: {values} must be a list of different values")
+    axes = [_axis(key, values) for key, values in grid.items()]
     unknown = [arm for arm in arm_overrides if arm not in arms]
     if unknown:
         raise SweepError(f"arm_overrides: {unknown[0]!r} is not an arm; the arms are {', '.join(arms)}")
     files, overrides, bases = {}, {}, {}
     for arm in arms:
-        for point in itertools.product(*grid.values()):
-            setting = dict(zip(grid, point, strict=True))
-            name = "-".join([arm, *(f"{key.rpartition('.')[2]}_{_in_name(value)}" for key, value in setting.items())])
+        for point in itertools.product(*axes):
+            setting = {key: value for _, settings in point for key, value in settings.items()}
+            name = "-".join([arm, *(label for label, _ in point)])
             if name in files:
                 raise SweepError(f"grid: two points are called {name}; their keys end alike")
             files[name], overrides[name] = arms[arm], {**arm_overrides.get(arm, {}), **setting}
             bases[name] = arm
     return files, overrides, bases
+
+
+def _axis(key: str, values: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    """The points of one axis of a grid: what each is called and what it sets."""
+    if isinstance(values, Mapping):
+        return list(values.items())
+    if not values or len({json.dumps(value) for value in values}) < len(values):
+        raise SweepError(f"grid.{key}: {values} must be a list of different values")
+    return [(f"{key.rpartition('.')[2]}_{_in_name(value)}", {key: value}) for value in values]
+
+
+def expand_forks(
+    forks: Mapping[str, Any], arms: Mapping[str, Any], grid: Mapping[str, list[Any]]
+) -> tuple[dict[str, str], dict[str, Fork]]:
+    """Every arm of ``forks`` at every step of it: ``bump`` becomes ``bump-step_300``, and so on.
+
+    Returns:
+        By the new arm: the arm that it comes from, and what it is a fork of.
+
+    Raises:
+        SweepError: a key is missing or unknown, an arm is not there or there twice, or there is a grid besides.
+    """
+    if not forks:
+        return {}, {}
+    if wrong := sorted({"from", "steps", "arms"} ^ set(forks)):
+        raise SweepError(f"forks: {wrong[0]!r} is missing or unknown; forks has from, steps and arms")
+    parent, steps = forks["from"], forks["steps"]
+    if parent not in arms:
+        raise SweepError(f"forks.from: {parent!r} is not an arm; the arms are {', '.join(arms)}")
+    if not steps or any(type(step) is not int or step < 1 for step in steps) or len(set(steps)) < len(steps):
+        raise SweepError(f"forks.steps: {steps} must be a list of different optimizer steps, each at least 1")
+    if grid:
+        raise SweepError("forks: an experiment has forks or a grid, not both; write two experiments")
+    if twice := sorted(set(forks["arms"]) & set(arms)):
+        raise SweepError(f"forks.arms: {twice[0]!r} is an arm already; give the fork another name")
+    forked = {f"{arm}-step_{step}": (arm, Fork(parent, step)) for step in steps for arm in forks["arms"]}
+    return {name: arm for name, (arm, _) in forked.items()}, {name: fork for name, (_, fork) in forked.items()}
 
 
 def _in_name(value: Any) -> str:

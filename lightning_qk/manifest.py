@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import subprocess
@@ -62,6 +63,7 @@ class Manifest:
             name: {"config_hash": hashes[name], "command": list(command), "started": started}
             for name, command in commands.items()
         }
+        forks = {arm: dataclasses.asdict(fork) for arm, fork in experiment.forks.items()}
         sweep = {
             "started": started,
             "executor": executor,
@@ -78,6 +80,9 @@ class Manifest:
             "seeds": sorted({*before.get("seeds", []), *experiment.seeds}),
             "reference": experiment.reference,
             "twins": dict(experiment.twins),
+            "bases": dict(experiment.bases),
+            "forks": forks,
+            "scaling_law": experiment.scaling_law,
             "runs": {**before.get("runs", {}), **runs},
             "sweeps": [*before.get("sweeps", []), *([sweep] if runs else [])],
         }

@@ -37,6 +37,7 @@ from lightning_qk.outcomes import (
     survival_row,
 )
 from lightning_qk.runs import Arm, Run, find_runs, group_arms, pick_opponents, pick_twins
+from lightning_qk.scaling_tables import scaling_tables
 from lightning_qk.tables import Table, as_csv, as_latex, as_text
 
 NAMED = 8
@@ -151,6 +152,7 @@ def tables(report: Report) -> list[Table]:
         ),
         activation_table(report.arms, report.twins, report.scalars),
         *alarm_tables(report.arms, report.twins, report.scalars),
+        *scaling_tables(report.arms),
     ]
     return [table for table in found if table.rows]
 

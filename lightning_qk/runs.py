@@ -137,7 +137,8 @@ def read_experiment(directory: Path) -> dict[str, Any]:
         experiment = json.loads(path.read_text(encoding="utf-8"))
         reference = experiment.get("reference")
         twins = dict(experiment.get("twins") or {})
-        return {"arms": list(experiment["arms"]), "reference": reference, "twins": twins}
+        found = {"arms": list(experiment["arms"]), "reference": reference, "twins": twins}
+        return {**found, "bases": dict(experiment.get("bases") or {}), "scaling_law": experiment.get("scaling_law")}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: broken ({error!r}); delete it or run the sweep again") from error
 
