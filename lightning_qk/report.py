@@ -25,6 +25,7 @@ from lightning_qk import crash_rule
 from lightning_qk.activation import activation_table
 from lightning_qk.alarms import PREFIX, alarm_tables, readings
 from lightning_qk.crash_rule import Judged, judge_all, rule_table
+from lightning_qk.divergence_table import divergence_table
 from lightning_qk.events import Scalars, read_history
 from lightning_qk.figures import TAGS
 from lightning_qk.outcomes import (
@@ -145,6 +146,7 @@ def tables(report: Report) -> list[Table]:
         comparison_table(f"Against {names[0] if len(names) == 1 else 'the healthy twin'}", compared["twin"]),
         comparison_table(f"Against {_opponent(compared)}", compared.get("against", {})),
         rule_table(report.arms, report.judged),
+        divergence_table(report.arms),
         Table(
             "Logits ran away",
             [runaway_row(arm) for arm in report.counted if arm.values("max_logit_peak")],

@@ -89,9 +89,7 @@ class _Points:
 
     def law(self, x: FloatArray) -> ScalingLaw:
         e, a, b, alpha, beta = map(float, x)
-        return ScalingLaw(
-            math.exp(e), math.exp(a + alpha * self.n_mean), math.exp(b + beta * self.d_mean), alpha, beta
-        )
+        return ScalingLaw(math.exp(e), math.exp(a + alpha * self.n_mean), math.exp(b + beta * self.d_mean), alpha, beta)
 
 
 def _starts(log_L: FloatArray) -> list[FloatArray]:

@@ -40,7 +40,8 @@ def _tables(points: Points, stated: Mapping[str, Any]) -> list[Table]:
     rows = []
     for arm, found in points.items():
         try:
-            fits[arm] = fit(*zip(*found, strict=True))
+            N, D, losses = zip(*found, strict=True)
+            fits[arm] = fit(N, D, losses)
         except ValueError as error:
             rows.append({"arm": arm, "runs": str(len(found)), "E": f"not fitted: {error}"})
             continue
@@ -87,8 +88,9 @@ def _corners(points: Points) -> dict[str, tuple[float, float]]:
     def name(N: float, D: float) -> str:
         return f"N {short(N)}, D {short(D)}"
 
+    low, high = (float(N.min()), float(D.min())), (float(N.max()), float(D.max()))
     middle = float(np.exp(np.log(N).mean())), float(np.exp(np.log(D).mean()))
-    return {name(*corner): corner for corner in ((float(N.min()), float(D.min())), middle, (float(N.max()), float(D.max())))}
+    return {name(*corner): corner for corner in (low, middle, high)}
 
 
 def _shift(one: Fit, other: Fit, N: float, D: float) -> str:

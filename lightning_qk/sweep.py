@@ -23,8 +23,8 @@ goes on where a sweep was stopped. With SLURM it submits what has no job yet and
 A job that is preempted or reaches its time limit goes back into the queue, and on from its last checkpoint. A job
 without a GPU has one thread for its numbers, as a local run has, and so the same bits.
 
-A fork, here the arm late_guard-step_300, begins with the checkpoint that the run of ``from`` with the same seed has kept
-of that step, under the files of ``from`` and its own. It waits until that run is done.
+A fork, here the arm late_guard-step_300, begins with the checkpoint that the run of ``from`` with the same seed has
+kept of that step, under the files of ``from`` and its own. It waits until that run is done.
 """
 
 from __future__ import annotations

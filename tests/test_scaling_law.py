@@ -50,7 +50,7 @@ def test_intervals_cover_the_law() -> None:
             low, high = found.interval(key)
             covered += low <= getattr(TINY, key) <= high
         width.append(found.interval("alpha")[1] - found.interval("alpha")[0])
-    assert 29 <= covered
+    assert covered >= 29
     assert np.median(width) < 0.3  # limits that are wide enough always cover
 
 
@@ -58,9 +58,7 @@ def test_shift_between_two_laws() -> None:
     sizes, tokens = grid((5e3, 3e5), (1e5, 3e6))
     worse = TINY._replace(E=TINY.E + 0.05)
     generator = np.random.default_rng(2)
-    noisy = [
-        law.loss(sizes, tokens) * np.exp(generator.normal(0, 0.001, len(sizes))) for law in (worse, TINY)
-    ]
+    noisy = [law.loss(sizes, tokens) * np.exp(generator.normal(0, 0.001, len(sizes))) for law in (worse, TINY)]
     value, (low, high) = shift(*(fit(sizes, tokens, losses, resamples=60) for losses in noisy), N=5e4, D=5e5)
     assert value == pytest.approx(0.05, abs=0.01) and 0 < low < 0.05 < high
 
