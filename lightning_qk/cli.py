@@ -181,10 +181,10 @@ class QKCLI(LightningCLI):
         """Takes the other run's checkpoint where this run has none of its own yet."""
         options = self._options
         if options.ckpt_path is None and options.run.fork is not None:
-            fork = Fork(options.run.fork.arm, options.run.fork.step)
-            checkpoint = fork.checkpoint(self.resolved.run_dir)
+            fork = Fork(**options.run.fork.as_dict())
+            checkpoint, step = fork.checkpoint(self.resolved.run_dir)
             options.ckpt_path = str(checkpoint)
-            self._fork = {**dataclasses.asdict(fork), "checkpoint": checkpoint.name}
+            self._fork = {"arm": fork.arm, "step": step, "checkpoint": checkpoint.name}
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

@@ -177,7 +177,9 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
     arm_overrides = {arm: {**sized.get(arm, {}), **options.arm_overrides.get(arm, {})} for arm in options.arms}
     arm_overrides |= {arm: {} for arm in (*sized, *options.arm_overrides) if arm not in arm_overrides}
     arms, arm_overrides, bases = expand_grid({**options.arms, **size.get("arms", {})}, arm_overrides, options.grid)
-    stated = {**options.forks, **size.get("forks", {})}
+    sized = size.get("forks", {})
+    replaced = {"steps", "before"} if {"steps", "before"} & set(sized) else set()
+    stated = {key: value for key, value in options.forks.items() if key not in replaced} | sized
     forked, forks = expand_forks(stated, options.arms, options.grid)
     for arm, fork in forks.items():  # the other arm, with more files on top
         arms[arm] = [*_listed(arms[fork.arm]), *_listed(stated["arms"][forked[arm]])]
@@ -259,9 +261,9 @@ def _axis(key: str, values: Any) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def expand_forks(
-    forks: Mapping[str, Any], arms: Mapping[str, Any], grid: Mapping[str, list[Any]]
+    forks: Mapping[str, Any], arms: Mapping[str, Any], grid: Mapping[str, Any]
 ) -> tuple[dict[str, str], dict[str, Fork]]:
-    """Every arm of ``forks`` at every step of it: ``bump`` becomes ``bump-step_300``, and so on.
+    """Every arm of ``forks`` at every step of it: ``bump`` becomes ``bump-step_300`` or ``bump-before_100``, and so on.
 
     Returns:
         By the new arm: the arm that it comes from, and what it is a fork of.
@@ -271,18 +273,20 @@ def expand_forks(
     """
     if not forks:
         return {}, {}
-    if wrong := sorted({"from", "steps", "arms"} ^ set(forks)):
-        raise SweepError(f"forks: {wrong[0]!r} is missing or unknown; forks has from, steps and arms")
-    parent, steps = forks["from"], forks["steps"]
+    at = [key for key in ("steps", "before") if key in forks]
+    if len(at) != 1 or set(forks) != {"from", "arms", *at}:
+        raise SweepError(f"forks: has {', '.join(forks)}; it needs from, arms, and one of steps and before")
+    parent, steps = forks["from"], forks[at[0]]
     if parent not in arms:
         raise SweepError(f"forks.from: {parent!r} is not an arm; the arms are {', '.join(arms)}")
     if not steps or any(type(step) is not int or step < 1 for step in steps) or len(set(steps)) < len(steps):
-        raise SweepError(f"forks.steps: {steps} must be a list of different optimizer steps, each at least 1")
+        raise SweepError(f"forks.{at[0]}: {steps} must be a list of different numbers of steps, each at least 1")
     if grid:
         raise SweepError("forks: an experiment has forks or a grid, not both; write two experiments")
     if twice := sorted(set(forks["arms"]) & set(arms)):
         raise SweepError(f"forks.arms: {twice[0]!r} is an arm already; give the fork another name")
-    forked = {f"{arm}-step_{step}": (arm, Fork(parent, step)) for step in steps for arm in forks["arms"]}
+    all_forks = [Fork(parent, step) if at == ["steps"] else Fork(parent, before=step) for step in steps]
+    forked = {f"{arm}-{fork.label}": (arm, fork) for fork in all_forks for arm in forks["arms"]}
     return {name: arm for name, (arm, _) in forked.items()}, {name: fork for name, (_, fork) in forked.items()}
 
 

@@ -24,7 +24,8 @@ A job that is preempted or reaches its time limit goes back into the queue, and 
 without a GPU has one thread for its numbers, as a local run has, and so the same bits.
 
 A fork, here the arm late_guard-step_300, begins with the checkpoint that the run of ``from`` with the same seed has
-kept of that step, under the files of ``from`` and its own. It waits until that run is done.
+kept of that step, under the files of ``from`` and its own. It waits until that run is done. ``before: [100]`` for
+``steps`` takes the newest checkpoint at least 100 steps older than that run's collapse or divergence.
 """
 
 from __future__ import annotations

@@ -37,16 +37,16 @@ def test_every_fork_at_every_step_is_an_arm_over_the_other(tmp_path: Path) -> No
     parent, *_, late = experiment.runs(Path("runs"))
     assert (parent.parent, late.parent) == (None, "fp8/seed_3")
     assert not [arg for arg in parent.fit_args if arg.startswith("--run.fork")]
-    assert '--run.fork={"arm": "fp8", "step": 4}' in late.fit_args and "--a.b=1" in late.fit_args
+    assert '--run.fork={"arm": "fp8", "step": 4, "before": null}' in late.fit_args and "--a.b=1" in late.fit_args
     files = [str(tmp_path / f"{name}.yaml") for name in ("base", "fp8", "none")]
     assert [arg for arg in late.fit_args if arg.endswith(".yaml")] == files
     assert [run.arm for run in experiment.runs(Path("runs"), ["bump"])] == ["bump-step_2", "bump-step_4"]
 
 
 def test_a_size_has_steps_of_its_own(tmp_path: Path) -> None:
-    path = write_experiment(tmp_path, sizes={"proxy": {}, "paper": {"forks": {"steps": [5080]}}})
+    path = write_experiment(tmp_path, sizes={"proxy": {}, "paper": {"forks": {"before": [100]}}})
     _, experiment = parse_sweep(["-c", str(path), "--size", "paper"], "")
-    assert list(experiment.forks) == ["bump-step_5080", "none-step_5080"]
+    assert dict(experiment.forks) == {f"{arm}-before_100": Fork("fp8", before=100) for arm in ("bump", "none")}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,8 @@ def test_a_size_has_steps_of_its_own(tmp_path: Path) -> None:
         ({"steps": [0]}, "forks.steps"),
         ({"from": "bf16"}, "forks.from: 'bf16' is not an arm; the arms are fp8"),
         ({"arms": {"fp8": "x"}}, "forks.arms: 'fp8' is an arm already"),
-        ({"step": 3}, "forks: 'step' is missing or unknown"),
+        ({"step": 3}, "forks: has from, steps, arms, step; it needs from, arms, and one of steps and before"),
+        ({"before": [3]}, "one of steps and before"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
@@ -91,7 +92,7 @@ def test_a_fork_waits_for_its_parent(tmp_path: Path) -> None:
     launched = lab.launched()
     assert set(launched[:2]) == {"fp32-seed_0", "fp32-seed_1"} and set(launched[2:]) == {"late-seed_0", "late-seed_1"}
     record = json.loads(lab.path("experiment.json").read_text())
-    assert record["forks"] == {"late": {"arm": "fp32", "step": 10}}
+    assert record["forks"] == {"late": {"arm": "fp32", "step": 10, "before": None}}
     assert lab.sweep(jobs=2, experiment=forked(lab, (0, 1))).run() == 0 and len(lab.launched()) == 4
 
 
@@ -169,11 +170,32 @@ def test_a_checkpoint_that_was_not_kept_is_named(tmp_path: Path, capsys: pytest.
     assert main(["fit", *arguments(tmp_path, steps=2)]) == 0
     assert main(["fit", *arguments(tmp_path, "switches/none", fork=Fork("mxfp4", 3))]) == 2
     error = capsys.readouterr().err
-    assert "has no checkpoint of step 3 (steps kept: 2)" in error and "save_top_k: -1" in error
+    assert "has no checkpoint of step 3 (steps kept: 2)" in error and "save_top_k" in error
 
 
 def test_a_fork_is_of_the_configuration_and_no_fork_is_not(tmp_path: Path) -> None:
     hashes = {resolve_run(arguments(tmp_path, fork=fork)).config_hash for fork in (Fork("a", 1), Fork("a", 2), None)}
     assert len(hashes) == 3
-    with pytest.raises(ValueError, match="step=0 at least 1"):
-        Fork("a", 0)
+    for wrong in ({"step": 0}, {}, {"step": 1, "before": 1}):
+        with pytest.raises(ValueError, match="one of step="):
+            Fork("a", **wrong)
+
+
+def test_before_the_onset_is_the_newest_checkpoint_old_enough(tmp_path: Path) -> None:
+    parent, run = tmp_path / "fp8" / "seed_0", tmp_path / "bump" / "seed_0"
+    (parent / "checkpoints").mkdir(parents=True)
+    for step in (50, 100, 150):
+        torch.save({"global_step": step}, parent / "checkpoints" / f"step_{step}.ckpt")
+
+    def fork(before: int, **verdict: int | None) -> int:
+        content = {"schema": 1, "status": "completed", **verdict}
+        (parent / "verdict.json").write_text(json.dumps(content))
+        return Fork("fp8", before=before).checkpoint(run)[1]
+
+    assert fork(30, collapse_step=180, divergence_step=None) == 150
+    assert fork(31, collapse_step=180) == 100
+    assert fork(31, collapse_step=180, divergence_step=90) == 50
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 40 or before \(steps kept: 50, 100, 150\)"):
+        fork(50, collapse_step=90)
+    with pytest.raises(FileNotFoundError, match="neither collapsed nor diverged"):
+        fork(50, collapse_step=None)
