@@ -2,6 +2,7 @@
 
 from callbacks.bias_monitor import BiasMonitor
 from callbacks.collapse_stop import CollapseStop
+from callbacks.compute_account import ComputeAccount
 from callbacks.delta_spectrum_monitor import DeltaSpectrumMonitor
 from callbacks.direction_probe import DirectionProbe
 from callbacks.divergence_stop import DivergenceStop
@@ -27,6 +28,7 @@ from callbacks.tied_row_monitor import TiedRowMonitor
 __all__ = [
     "BiasMonitor",
     "CollapseStop",
+    "ComputeAccount",
     "DeltaSpectrumMonitor",
     "DirectionProbe",
     "DivergenceStop",

@@ -27,6 +27,7 @@ class RunRecorder(Callback):
         config_hash: hash of the configuration, to tell whether a finished run is the one that is asked for.
         resume_hash: hash of what must agree between a checkpoint and the run that goes on from it.
         refresh_s: seconds between two writes of ``progress.json``.
+        fork: of which arm, step and checkpoint the run is a fork, if it begins as one now; goes into the verdict.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class RunRecorder(Callback):
         config_hash: str = "",
         resume_hash: str = "",
         refresh_s: float = 1.0,
+        fork: dict[str, Any] | None = None,
     ) -> None:
         self.experiment, self.arm, self.seed = experiment, arm, seed
         self.config_hash, self.resume_hash = config_hash, resume_hash
-        self.refresh_s = refresh_s
+        self.refresh_s, self.fork = refresh_s, fork
         self._seconds = 0.0
         self._started = self._written = time.monotonic()
         self._first_step = 0
@@ -108,11 +110,14 @@ class RunRecorder(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         seconds = self._seconds + time.monotonic() - self._started
-        return {"seconds": seconds, "val_loss": self._val_loss, "resume_hash": self.resume_hash}
+        return {"seconds": seconds, "val_loss": self._val_loss, "resume_hash": self.resume_hash, "fork": self.fork}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.fork is not None:
+            return  # that state is the other run's
         self._seconds, self._val_loss = state_dict["seconds"], state_dict["val_loss"]
+        self.fork = state_dict.get("fork")
         if state_dict["resume_hash"] != self.resume_hash:
             raise ValueError(
                 f"The checkpoint was trained with another configuration (hash {state_dict['resume_hash']}, now "
@@ -173,6 +178,7 @@ class RunRecorder(Callback):
                 "threads": torch.get_num_threads(),
                 "config_hash": self.config_hash,
                 "error": error,
+                **({} if self.fork is None else {"fork": self.fork}),
             },
         )
 

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ import lightning_qk.gaussian_data
 import lightning_qk.precision
 import lightning_qk.student_teacher  # noqa: F401
 from callbacks import CollapseStop, RandomState, ResumedValidation, RunRecorder
+from lightning_qk.checkpoints import Fork, global_step, last_checkpoint
 from lightning_qk.data import TokenData
 from lightning_qk.module import GPTModule
 from lightning_qk.overlays import chooses_model, keep_overrides
@@ -51,12 +51,15 @@ class RunConfig:
         experiment: groups the arms that are compared.
         arm: name of the arm; every arm's YAML sets its own.
         overwrite: delete what an earlier run left in the directory.
+        fork: begin with a checkpoint of another arm's run of the same seed; None begins at step 0. Model, data and
+            optimizer are the other run's; plugin and callbacks are this one's, with the state that they have in common.
     """
 
     root: str = "runs"
     experiment: str = "default"
     arm: str = "base"
     overwrite: bool = False
+    fork: Fork | None = None
 
     def __post_init__(self) -> None:
         for key in ("experiment", "arm"):
@@ -127,13 +130,15 @@ class QKCLI(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         self.resolved = self.resolve()
+        self._fork: dict[str, Any] | None = None
         if self.subcommand == "fit":
             self._refuse_endless()
             self._prepare_directory()
+            self._begin_with_fork()
             return
         self.save_config_callback = None  # config.yaml in a run's directory is that of its training
         if self.subcommand and self._options.get("ckpt_path") in (None, "last"):
-            self._options.ckpt_path = _last_checkpoint(self.resolved.run_dir)
+            self._options.ckpt_path = last_checkpoint(self.resolved.run_dir)
             if self._options.ckpt_path is None:
                 raise FileNotFoundError(
                     f"{self.subcommand}: {self.resolved.run_dir} has no checkpoint; name the run by run.* and "
@@ -153,7 +158,7 @@ class QKCLI(LightningCLI):
         if getattr(rank_zero_only, "rank", 0) != 0:  # rank zero judges; the others must only find the same checkpoint
             if options.ckpt_path == "last":
                 options.ckpt_path = (
-                    None if options.run.overwrite else _last_checkpoint(run_dir, options.trainer.max_steps)
+                    None if options.run.overwrite else last_checkpoint(run_dir, options.trainer.max_steps)
                 )
             return
         if options.run.overwrite and run_dir.exists():
@@ -176,11 +181,20 @@ class QKCLI(LightningCLI):
             raise RunFinished(f"{run_dir} is finished ({verdict['status']} at step {verdict['step']}): nothing to do.")
         if options.ckpt_path == "last":
             finished = verdict is not None and verdict["status"] in DONE
-            options.ckpt_path = _last_checkpoint(run_dir, -1 if finished else options.trainer.max_steps)
+            options.ckpt_path = last_checkpoint(run_dir, -1 if finished else options.trainer.max_steps)
             if finished and options.ckpt_path is None:
                 raise FileNotFoundError(f"--ckpt_path last: {run_dir} is finished and has no checkpoint to go on from.")
             if options.ckpt_path is None:
-                print(f"--ckpt_path last: {run_dir} has no checkpoint to go on from; starting at step 0.")
+                print(f"--ckpt_path last: {run_dir} has no checkpoint to go on from; starting at its beginning.")
+
+    def _begin_with_fork(self) -> None:
+        """Takes the other run's checkpoint where this run has none of its own yet."""
+        options = self._options
+        if options.ckpt_path is None and options.run.fork is not None:
+            fork = Fork(**options.run.fork.as_dict())
+            checkpoint, step = fork.checkpoint(self.resolved.run_dir)
+            options.ckpt_path = str(checkpoint)
+            self._fork = {"arm": fork.arm, "step": step, "checkpoint": checkpoint.name}
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -195,6 +209,7 @@ class QKCLI(LightningCLI):
                 options.seed_everything,
                 self.resolved.config_hash,
                 _resume_hash(options),
+                fork=self._fork,
             )
             self.trainer_defaults["callbacks"] = [RandomState(), ResumedValidation(), recorder]
             if not any(str(one.get("class_path")).endswith("CollapseStop") for one in options.trainer.callbacks or []):
@@ -205,39 +220,13 @@ class QKCLI(LightningCLI):
         options, run_dir = self._options, self.resolved.run_dir
         purge_step = None
         if options.ckpt_path is not None:
-            purge_step = _global_step(options.ckpt_path)
+            purge_step = global_step(options.ckpt_path)
         elif any(run_dir.glob("events.out.tfevents.*")):
             purge_step = 0  # killed before its first checkpoint: starts over
         return TensorBoardLogger(
             run_dir.parent.parent, name=run_dir.parent.name, version=run_dir.name, default_hp_metric=False,
             purge_step=purge_step,
         )  # fmt: skip
-
-
-def _last_checkpoint(run_dir: Path, max_steps: int = -1) -> str | None:
-    """The newest ``last*.ckpt`` that is whole, else the newest other one: a kill can leave a part of a file.
-
-    (Lightning writes to the temporary directory and moves, which is a copy if that is another file system.)
-
-    Args:
-        run_dir: the run's directory.
-        max_steps: where the run that is to go on ends; a checkpoint of that very step is passed over, for Lightning
-            would end at once and what follows the last step, such as its validation, would be lost. -1 takes any.
-    """
-    newest_first = sorted((run_dir / "checkpoints").glob("*.ckpt"), key=lambda path: -path.stat().st_mtime_ns)
-    last_first = sorted(newest_first, key=lambda path: not path.name.startswith("last"))
-    whole = (path for path in last_first if zipfile.is_zipfile(_state_file(path)))
-    return next((str(path) for path in whole if max_steps < 0 or _global_step(path) < max_steps), None)
-
-
-def _global_step(checkpoint: Path | str) -> int:
-    return torch.load(_state_file(checkpoint), map_location="cpu", mmap=True, weights_only=True)["global_step"]
-
-
-def _state_file(checkpoint: Path | str) -> Path:
-    """Where the trainer's state is; of a sharded checkpoint, a directory, it is the file that is written last."""
-    path = Path(checkpoint)
-    return path / "meta.pt" if path.is_dir() else path
 
 
 def _resume_hash(options: Namespace) -> str:
@@ -255,7 +244,7 @@ def _deciding(options: Namespace) -> dict[str, Any]:
     plain = yaml.safe_load(yaml.safe_dump(_plain(options.as_dict())))
     for key in ("config", "ckpt_path", "weights_only", "verbose"):
         plain.pop(key, None)
-    for key in ("root", "overwrite"):
+    for key in ("root", "overwrite", *(["fork"] if plain["run"]["fork"] is None else [])):
         plain["run"].pop(key, None)
     plain["trainer"].pop("enable_progress_bar", None)
     return plain

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
+import dataclasses
 import itertools
 import json
 import re
@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_qk.checkpoints import Fork
+from lightning_qk.experiment_arms import SweepError, expand_forks, expand_grid, grid_keys, pick_references
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-class SweepError(ValueError):
-    """The sweep can not start: the message names what is wrong and how to go on."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,16 @@ class Run:
     seed: int
     path: Path
     fit_args: tuple[str, ...]
+    fork: Fork | None = None
 
     @property
     def name(self) -> str:
         return f"{self.arm}/seed_{self.seed}"
+
+    @property
+    def parent(self) -> str | None:
+        """Name of the run that it is a fork of, which must be done first."""
+        return None if self.fork is None else f"{self.fork.arm}/seed_{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class Experiment:
     twins: Mapping[str, str] = field(default_factory=dict)  # arms to their healthy twins, where not all have one
     points: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # arms of a grid, to its values there
     extrapolate: Mapping[str, Any] | None = None  # what the report fits collapse steps against
+    scaling_law: bool = False  # whether the report fits one to every arm
+    forks: Mapping[str, Fork] = field(default_factory=dict)  # arms that begin with a checkpoint of another arm
 
     def __post_init__(self) -> None:
         for key, names in (("name", [self.name]), ("arms", list(self.arms))):
@@ -115,9 +122,12 @@ class Experiment:
             "--run.arm",
             arm,
         ]
+        fork = self.forks.get(arm)
+        if fork is not None:
+            args.append(f"--run.fork={json.dumps(dataclasses.asdict(fork))}")
         for key, value in {**self.overrides, **self.arm_overrides.get(arm, {})}.items():
             args.append(f"--{key}={value if isinstance(value, str) else json.dumps(value)}")
-        return Run(arm, seed, root / self.name / arm / f"seed_{seed}", (*args, "--ckpt_path", "last"))
+        return Run(arm, seed, root / self.name / arm / f"seed_{seed}", (*args, "--ckpt_path", "last"), fork)
 
 
 def sweep_parser(description: str) -> ArgumentParser:
@@ -134,7 +144,13 @@ def sweep_parser(description: str) -> ArgumentParser:
     parser.add_argument("--seeds", type=list[int] | str, default=[0], help="e.g. 0,1,2")
     parser.add_argument("--overrides", type=dict[str, Any], default={}, help="dotted keys given to every run")
     parser.add_argument("--arm_overrides", type=dict[str, dict[str, Any]], default={}, help="arm to its dotted keys")
-    parser.add_argument("--grid", type=dict[str, list[Any]], default={}, help="dotted key to values, for every arm")
+    parser.add_argument(
+        "--grid",
+        type=dict[str, list[Any] | dict[str, dict[str, Any]]],
+        default={},
+        help="for every arm: dotted key to values, or a name to named points that are dotted keys each",
+    )
+    parser.add_argument("--forks", type=dict[str, Any], default={}, help="arms that begin as others are at some steps")
     parser.add_argument(
         "--report.reference",
         type=str | dict[str, str] | None,
@@ -147,6 +163,7 @@ def sweep_parser(description: str) -> ArgumentParser:
         default=None,
         help="fit collapse steps of a grid: {key: one of its keys, to: where to, log: further keys, by logarithm}",
     )
+    parser.add_argument("--report.scaling_law", type=bool, default=False, help="fit L(N, D) to every arm of a grid")
     parser.add_argument("--report_after", type=bool, default=True, help="report at the end (short: --report false)")
     parser.add_argument(
         "--executor", type=Literal["local", "slurm", "submitit_local"], default="local", help="who runs"
@@ -185,7 +202,14 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
     arm_overrides = {arm: {**sized.get(arm, {}), **options.arm_overrides.get(arm, {})} for arm in options.arms}
     arm_overrides |= {arm: {} for arm in (*sized, *options.arm_overrides) if arm not in arm_overrides}
     arms, arm_overrides, bases = expand_grid({**options.arms, **size.get("arms", {})}, arm_overrides, options.grid)
-    reference = options.report.reference
+    sized = size.get("forks", {})
+    replaced = {"steps", "before"} if {"steps", "before"} & set(sized) else set()
+    stated = {key: value for key, value in options.forks.items() if key not in replaced} | sized
+    forked, forks = expand_forks(stated, options.arms, options.grid)
+    for arm, fork in forks.items():  # the other arm, with more files on top
+        arms[arm] = [*_listed(arms[fork.arm]), *_listed(stated["arms"][forked[arm]])]
+        arm_overrides[arm] = arm_overrides[fork.arm]
+    keys, reference = grid_keys(options.grid), options.report.reference
     twins = pick_references(reference, list(options.arms), bases, bool(options.grid))
     experiment = Experiment(
         name=options.name + suffix,
@@ -195,47 +219,15 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
         overrides={**size.get("overrides", {}), **options.overrides},
         arm_overrides=arm_overrides,
         reference=None if twins or isinstance(reference, dict) else reference,
-        bases=bases,
+        bases=bases | forked,
         twins=twins,
-        points={arm: {key: arm_overrides[arm][key] for key in options.grid} for arm in arms if options.grid},
+        points={arm: {key: arm_overrides[arm][key] for key in keys} for arm in bases if keys},
         extrapolate=_extrapolation(options.report.extrapolate, options.grid),
+        forks=forks,
+        scaling_law=options.report.scaling_law,
     )
     options.only = None if options.only is None else _listed(options.only)
     return options, experiment
-
-
-def pick_references(
-    reference: str | Mapping[str, str] | None, arms: Sequence[str], bases: Mapping[str, str], has_grid: bool
-) -> dict[str, str]:
-    """The healthy twin of every arm; empty where all have the one that `reference` names, or none.
-
-    Args:
-        reference: An arm, or arms and patterns of arms to their twins. The first that matches an arm counts; a twin is
-            its own.
-        arms: The arms of the YAML.
-        bases: Those at the points of a grid, to the arm of the YAML that each is of. Its twin is at the same point.
-        has_grid: Whether there is a grid.
-
-    Raises:
-        SweepError: a key that matches no arm, a twin that is none, or an arm that is a twin and shall have another.
-    """
-    if reference is None or isinstance(reference, str):
-        if reference is None or not has_grid or reference not in arms:
-            return {}
-        return {arm: reference + arm.removeprefix(base) for arm, base in bases.items()}
-    for key, twin in reference.items():
-        if twin not in arms:
-            raise SweepError(f"report.reference.{key}: {twin!r} is not an arm; the arms are {', '.join(arms)}")
-        if not fnmatch.filter(arms, key):
-            raise SweepError(f"report.reference.{key}: matches no arm; the arms are {', '.join(arms)}")
-        if key in reference.values() and key != twin:
-            raise SweepError(f"report.reference.{key}: a twin of others is its own, it can not be compared with {twin}")
-    found = {}
-    for arm in arms:
-        keys = [key for key in reference if fnmatch.fnmatchcase(arm, key)]
-        if arm in reference.values() or keys:
-            found[arm] = arm if arm in reference.values() else reference[keys[0]]
-    return {arm: found[base] + arm.removeprefix(base) for arm, base in bases.items() if base in found}
 
 
 def _extrapolation(wanted: Namespace | None, grid: Mapping[str, list[Any]]) -> dict[str, Any] | None:
@@ -266,49 +258,15 @@ def _pick_size(sizes: Mapping[str, Mapping[str, Any]], name: str | None) -> tupl
         SweepError: there is no such size, or it has an unknown key.
     """
     for key, size in sizes.items():
-        if wrong := sorted(set(size) - {"base", "overrides", "arms", "arm_overrides"}):
+        if wrong := sorted(set(size) - {"base", "overrides", "arms", "arm_overrides", "forks"}):
             raise SweepError(
-                f"sizes.{key}: unknown key {wrong[0]!r}; a size has base, overrides, arms and arm_overrides"
+                f"sizes.{key}: unknown key {wrong[0]!r}; a size has base, overrides, arms, arm_overrides and forks"
             )
     if name is None:
         return next(iter(sizes.values()), {}), ""
     if name not in sizes:
         raise SweepError(f"size: {name!r} is not one of {', '.join(sizes) or 'none: this experiment has no sizes'}")
     return sizes[name], "" if name == next(iter(sizes)) else f"_{name}"
-
-
-def expand_grid(
-    arms: Mapping[str, Any], arm_overrides: Mapping[str, Mapping[str, Any]], grid: Mapping[str, list[Any]]
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, str]]:
-    """Every arm at every point of the grid, as arms of their own: ``fault`` becomes ``fault-lr_0.004``, and so on.
-
-    Returns:
-        By the new arm: its files, its overrides, and the arm that it comes from.
-
-    Raises:
-        SweepError: a key without values, a value twice, or overrides of an arm that is not there.
-    """
-    for key, values in grid.items():
-        if not values or len({json.dumps(value) for value in values}) < len(values):
-            raise SweepError(f"grid.{key}: {values} must be a list of different values")
-    unknown = [arm for arm in arm_overrides if arm not in arms]
-    if unknown:
-        raise SweepError(f"arm_overrides: {unknown[0]!r} is not an arm; the arms are {', '.join(arms)}")
-    files, overrides, bases = {}, {}, {}
-    for arm in arms:
-        for point in itertools.product(*grid.values()):
-            setting = dict(zip(grid, point, strict=True))
-            name = "-".join([arm, *(f"{key.rpartition('.')[2]}_{_in_name(value)}" for key, value in setting.items())])
-            if name in files:
-                raise SweepError(f"grid: two points are called {name}; their keys end alike")
-            files[name], overrides[name] = arms[arm], {**arm_overrides.get(arm, {}), **setting}
-            bases[name] = arm
-    return files, overrides, bases
-
-
-def _in_name(value: Any) -> str:
-    text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("_")
 
 
 def _paths(here: Path, files: str | list[str]) -> tuple[Path, ...]:

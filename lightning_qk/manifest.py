@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import subprocess
@@ -62,6 +63,7 @@ class Manifest:
             name: {"config_hash": hashes[name], "command": list(command), "started": started}
             for name, command in commands.items()
         }
+        forks = {arm: dataclasses.asdict(fork) for arm, fork in experiment.forks.items()}
         sweep = {
             "started": started,
             "executor": executor,
@@ -81,6 +83,8 @@ class Manifest:
             "bases": dict(experiment.bases),
             "points": {arm: dict(point) for arm, point in experiment.points.items()},
             "extrapolate": experiment.extrapolate,
+            "forks": forks,
+            "scaling_law": experiment.scaling_law,
             "runs": {**before.get("runs", {}), **runs},
             "sweeps": [*before.get("sweeps", []), *([sweep] if runs else [])],
         }

@@ -1,6 +1,6 @@
 """A GPT whose query, key, value and output projections stay apart, so that each is a route of its own.
 
-Pre-norm decoder of GPT-2 (Radford et al. 2019) as nanoGPT trains it: LayerNorm, exact GELU, tied embeddings, no
+Pre-norm decoder of GPT-2 (Radford et al. 2019) as nanoGPT trains it: LayerNorm, exact GELU, embeddings tied and no
 biases by default, N(0, 0.02) initialisation with residual projections scaled by 1/sqrt(2 * layers). Positions are
 learned or rotary (arXiv 2104.09864).
 
@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_qk.attention import SDPACore
 from lightning_qk.baselines import QK_NORMS, QKNorm, SigmaLinear
-from lightning_qk.mx_vector import Activation
+from lightning_qk.mx_vector import Activation, Sum
 from lightning_qk.sites.site import QK_NORM_EPS, AttentionSite, MLPSite, Projection, rms_normalise
 
 __all__ = ["GPT", "MLP", "PRESETS", "QK_NORM_EPS", "Attention", "Block", "GPTConfig", "Rope", "rms_normalise"]
@@ -40,6 +40,7 @@ class GPTConfig:
         vocab_size: rows of the embedding.
         positions: ``learned`` embeddings, or ``rope``: rotary, on q and k before QK-norm.
         bias: biases in linear layers and LayerNorms.
+        tied: one matrix is the embedding and the output layer.
         dropout: after embeddings, attention output and MLP.
         mlp_ratio: hidden width of the MLP over ``d_model``.
         qk_norm: normalisation of q and k from the first step on, see :class:`lightning_qk.baselines.QKNorm`.
@@ -59,6 +60,7 @@ class GPTConfig:
     vocab_size: int = 256
     positions: Literal["learned", "rope"] = "learned"
     bias: bool = False
+    tied: bool = True
     dropout: float = 0.0
     mlp_ratio: int = 4
     qk_norm: Literal["none", "rms", "rms_learnable", "rms_full_width", "layernorm"] = "none"
@@ -215,11 +217,12 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.d_model, bias=config.bias)
         self.mlp = MLP(config)
+        self.sum = Sum()
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """[B, T, C] to [B, T, C]."""
-        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC))
-        return x_BTC + self.mlp(self.mlp_norm(x_BTC))
+        x_BTC = self.sum(x_BTC, self.attention(self.attention_norm(x_BTC)))
+        return self.sum(x_BTC, self.mlp(self.mlp_norm(x_BTC)))
 
 
 class GPT(nn.Module):
@@ -241,7 +244,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.final_norm = nn.LayerNorm(config.d_model, bias=config.bias)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self.lm_head.weight = self.token_embedding.weight
+        if config.tied:
+            self.lm_head.weight = self.token_embedding.weight
+        self.sum = Sum()
         self.apply(self._initialise)
         for name, parameter in self.blocks.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -271,7 +276,7 @@ class GPT(nn.Module):
                 linear.follow()
         x = self.token_embedding(tokens_BT)
         if self.position_embedding is not None:
-            x = x + self.position_embedding(torch.arange(T, device=tokens_BT.device))
+            x = self.sum(x, self.position_embedding(torch.arange(T, device=tokens_BT.device)))
         x = self.dropout(x)
         for block in self.blocks:
             if self.activation_checkpointing and self.training:

@@ -26,6 +26,7 @@ from lightning_qk import crash_rule, extrapolation
 from lightning_qk.activation import activation_table
 from lightning_qk.alarms import PREFIX, alarm_tables, readings
 from lightning_qk.crash_rule import Judged, judge_all, rule_table
+from lightning_qk.divergence_table import divergence_table
 from lightning_qk.events import Scalars, read_history
 from lightning_qk.extrapolation import Extrapolation
 from lightning_qk.figures import TAGS
@@ -39,6 +40,7 @@ from lightning_qk.outcomes import (
     survival_row,
 )
 from lightning_qk.runs import Arm, Run, find_runs, group_arms, pick_opponents, pick_twins
+from lightning_qk.scaling_tables import scaling_tables
 from lightning_qk.tables import Table, as_csv, as_latex, as_text
 
 NAMED = 8
@@ -153,10 +155,12 @@ def tables(report: Report) -> list[Table]:
         comparison_table(f"Against {names[0] if len(names) == 1 else 'the healthy twin'}", compared["twin"]),
         comparison_table(f"Against {_opponent(compared)}", compared.get("against", {})),
         rule_table(report.arms, report.judged),
+        divergence_table(report.arms),
         runaway_table(report.counted, compared),
         *extrapolation.tables(report.extrapolations),
         activation_table(report.arms, report.twins, report.scalars),
         *alarm_tables(report.arms, report.twins, report.scalars),
+        *scaling_tables(report.arms),
     ]
     return [table for table in found if table.rows]
 

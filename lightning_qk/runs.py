@@ -137,7 +137,7 @@ def read_experiment(directory: Path) -> dict[str, Any]:
         experiment = json.loads(path.read_text(encoding="utf-8"))
         reference = experiment.get("reference")
         twins = dict(experiment.get("twins") or {})
-        grid = {key: experiment.get(key) for key in ("bases", "points", "extrapolate")}
+        grid = {key: experiment.get(key) for key in ("bases", "points", "extrapolate", "scaling_law")}
         return {"arms": list(experiment["arms"]), "reference": reference, "twins": twins, **grid}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: broken ({error!r}); delete it or run the sweep again") from error

@@ -11,7 +11,9 @@ The experiment's YAML is the configuration of the sweep:
     seeds: [0, 1]
     overrides: {trainer.max_steps: 1500}      # given to every run
     arm_overrides: {fault: {some.key: 1}}     # given to one arm
-    grid: {model.lr: [0.004, 0.008]}          # every arm at every point, as arms fp32-lr_0.004, ...
+    grid: {model.lr: [0.004, 0.008]}          # every arm at every point, as arms fp32-lr_0.004, ...; an axis may
+    # also have named points of several keys: grid: {size: {small: {model.overrides.d_model: 32, ...}, ...}}
+    forks: {from: fault, steps: [300], arms: {late_guard: ../guards/logit_60.yaml}}  # see below
     report: {reference: fp32}                 # the healthy twin, or {arm or pattern such as "mx_*": its twin}
     executor: slurm                           # or local, the default: processes that end with the sweep
     slurm: {time: 120, partition: gpu, gpus_per_node: 1, cpus_per_task: 4, array_parallelism: 16}
@@ -20,6 +22,10 @@ Every arm's configuration is checked before the first run starts. A run that is 
 command goes on where a sweep was stopped. With SLURM it submits what has no job yet and watches all; Ctrl-C leaves the
 jobs. A job that is preempted or reaches its time limit goes back into the queue, and on from its last checkpoint. A job
 without a GPU has one thread for its numbers, as a local run has, and so the same bits.
+
+A fork, here the arm late_guard-step_300, begins with the checkpoint that the run of ``from`` with the same seed has
+kept of that step, under the files of ``from`` and its own. It waits until that run is done. ``before: [100]`` for
+``steps`` takes the newest checkpoint at least 100 steps older than that run's collapse or divergence.
 """
 
 from __future__ import annotations
@@ -27,14 +33,14 @@ from __future__ import annotations
 import fcntl
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from jsonargparse import Namespace
 
-from lightning_qk.executors.attempt import DONE, is_resumable
+from lightning_qk.executors.attempt import DONE, is_done, is_resumable
 from lightning_qk.executors.executor import Executor
 from lightning_qk.executors.interrupts import Interrupts
 from lightning_qk.executors.job_queue import JobQueue
@@ -171,26 +177,40 @@ class Sweep:
             raise SweepError(f"detach: runs of executor {self.executor.name} end with the sweep; use nohup, or slurm")
         hashes = self.hashes()
         self.directory.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as locked, Interrupts() as interrupts:
-            locked.enter_context(self._lock())
-            todo = self._submit(hashes)
-            if detach:
-                self.display.print("the same command watches them, with --status it tells where they are")
-                return 0
-            if self.executor.outlives_sweep:
-                locked.close()  # watching is free to all
-            with self.display:
-                failed, left = self.executor.wait(todo, self.display, interrupts)
-        if left:
-            self.display.print(f"interrupted: {len(left)} of {len(self.runs)} runs left ({', '.join(left)})")
-            self.display.print(self.executor.farewell())
-            return 130
-        return 1 if failed else 0
+        failed, tried = 0, set[str]()
+        with Interrupts() as interrupts:
+            while True:  # again for the forks of what is done by then
+                with ExitStack() as locked:
+                    locked.enter_context(self._lock())
+                    todo = self._submit(hashes, tried)
+                    if detach:
+                        self.display.print("the same command watches them, with --status it tells where they are")
+                        return 0
+                    if self.executor.outlives_sweep:
+                        locked.close()  # watching is free to all
+                    with self.display:
+                        failures, left = self.executor.wait(todo, self.display, interrupts)
+                failed, tried = failed + failures, tried | {run.name for run in todo}
+                waiting = [run for run in self.runs if run.name not in tried and not is_done(run.path)]
+                if left:
+                    left += [run.name for run in waiting]
+                    self.display.print(f"interrupted: {len(left)} of {len(self.runs)} runs left ({', '.join(left)})")
+                    self.display.print(self.executor.farewell())
+                    return 130
+                if not any(self._can_begin(run) for run in waiting):
+                    break
+        for run in waiting:
+            self.display.print(f"{run.name}: not run, it is a fork of {run.parent}, which is not done; run that too")
+        return 1 if failed or waiting else 0
 
-    def _submit(self, hashes: Mapping[str, str]) -> list[Run]:
-        """Hand over the runs that nobody runs yet; returns all that are not done."""
+    def _can_begin(self, run: Run) -> bool:
+        """Whether the run that it is a fork of is done, if it is one."""
+        return run.parent is None or is_done(self.directory / run.parent)
+
+    def _submit(self, hashes: Mapping[str, str], tried: Collection[str]) -> list[Run]:
+        """Hand over the runs that nobody runs yet; returns all that are not done, can begin and were not tried."""
         alive = self.queue.alive()
-        todo = self.pending(hashes, alive)
+        todo = [run for run in self.pending(hashes, alive) if run.name not in tried and self._can_begin(run)]
         theirs = [run.name for run in todo if run.name in alive]
         if theirs and not self.executor.outlives_sweep:
             raise SweepError(
@@ -200,7 +220,7 @@ class Sweep:
         new = [run for run in todo if run.name not in alive]
         self.manifest.write(self.experiment, self.executor.name, {run.name: self.launcher(run) for run in new}, hashes)
         how = self.executor.submit(new, self.launcher, self.uses_gpu)
-        self.display.begin(total=len(self.runs), done=len(self.runs) - len(todo), how=how)
+        self.display.begin(len(self.runs), sum(is_done(run.path) for run in self.runs), how)
         return todo
 
     @contextmanager

@@ -25,12 +25,13 @@ from callbacks import (
     CollapseStop,
     DirectionProbe,
     ErrorShaping,
+    PrecisionSwitch,
     QKGuard,
     RandomState,
     RouteSplice,
     SpectralMonitor,
 )
-from lightning_qk.precision import FaultPrecision, GradientFault, MXGradient
+from lightning_qk.precision import FaultPrecision, GradientFault, MXGradient, MXTraining
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
@@ -77,6 +78,11 @@ CASES = {
     "SGD": case(arguments={"optimizer": "sgd", "lr": 0.3}),
 }
 SHARDED_ONLY = {  # one process draws other masks, and rounds to bfloat16 what it sums in another order
+    "MX training": case(
+        partial(PrecisionSwitch, ["bf16_activations"], 2),
+        plugin=partial(MXTraining, "mxfp8_e4m3", head=True, rounding="sr", base="fp32"),
+        fields={"bias": True, "tied": False},
+    ),
     "bf16 and dropout": case(RouteSplice, bias, plugin=partial(fault, base="bf16"), fields={"dropout": 0.1}),
     "sigma-reparametrised": case(bias, fields={"sigma_reparam": True, "bias": True}),
 }

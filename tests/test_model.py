@@ -45,6 +45,14 @@ def qkv(seed: int = 0, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
 # sizes and configuration
 
 
+def test_untied_embeddings_are_two_matrices() -> None:
+    tied, untied = gpt(), gpt(tied=False)
+    extra = sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters())
+    assert extra == SIZE["vocab_size"] * SIZE["d_model"]
+    assert not torch.equal(untied.lm_head.weight, untied.token_embedding.weight)
+    assert float(untied.lm_head.weight.std()) == pytest.approx(0.02, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("preset", "parameters", "attention"),
     [("proxy", 123_200, 32_768), ("gpt2-small", 124_373_760, 28_311_552), ("gpt2-medium", 354_599_936, 100_663_296)],

@@ -12,10 +12,10 @@ from student import fit_student, mx, student
 from tiny import assert_same, data, fault, fit, gpt, module, weights
 from torch import nn
 
-from callbacks import BiasMonitor, RouteSplice
+from callbacks import BiasMonitor, PrecisionSwitch, RouteSplice
 from lightning_qk.mx_linear import MXLinear
 from lightning_qk.mx_policy import OPERANDS, MXPolicy
-from lightning_qk.mx_vector import Activation, MXLayerNorm
+from lightning_qk.mx_vector import Activation, MXLayerNorm, Sum
 from lightning_qk.operand_format import OperandFormat
 from lightning_qk.precision import FaultPrecision, GradientFault, MXTraining
 from lightning_qk.routes import route_linears
@@ -156,6 +156,43 @@ class TestExactness:
             moved = {name: not torch.equal(value, before[name]) for name, value in trained.items()}
             assert all(now for name, now in moved.items() if "student" in name and "norm.bias" not in name)
             assert {now for name, now in moved.items() if "norm.bias" in name} == {not released}
+
+
+class TestResidualStream:
+    def test_sums_are_rounded_in_both_passes(self) -> None:
+        """Every sum of the residual stream is on the grid of bfloat16, and so is what goes back into a branch."""
+        seen: list[torch.Tensor] = []
+
+        def keep(part: nn.Module, args: Any, output: torch.Tensor) -> None:
+            seen.append(output.detach())
+            args[1].register_hook(seen.append)
+
+        for preset, on_grid in (("bf16", True), ("fp32", False)):
+            seen.clear()
+            model = gpt()
+            MXTraining(preset, base="fp32").convert_module(model)
+            sums = [part for part in model.modules() if isinstance(part, Sum)]
+            assert len(sums) == 1 + len(model.blocks)  # of tokens and positions, and in every block
+            for part in sums:
+                part.register_forward_hook(keep)
+            ids = torch.randint(0, 32, (2, 17), generator=torch.Generator().manual_seed(0))
+            model.loss(ids[:, :-1], ids[:, 1:]).backward()
+            assert len(seen) == 2 * (1 + 2 * len(model.blocks))
+            assert all(torch.equal(x, x.bfloat16().float()) for x in seen) == on_grid
+
+
+class TestCompiled:
+    def test_compiled_blocks_train_the_same_across_a_switch(self, tmp_path: Path) -> None:
+        def losses(compiled: bool) -> list[float]:
+            model = module()
+            for block in model.model.blocks if compiled else []:
+                block.compile(backend="aot_eager")
+            switch = PrecisionSwitch(["bf16_activations"], step=2)
+            plugin = MXTraining("mxfp4", head=True, rounding="sr", base="fp32")
+            return fit(tmp_path, [switch, RouteSplice("qk")], plugin, model, max_steps=4)[1].losses
+
+        torch.compiler.reset()
+        assert losses(compiled=True) == losses(compiled=False)
 
 
 class TestComposition:
