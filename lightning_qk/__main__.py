@@ -12,7 +12,7 @@ USAGE = """usage: lightning-qk COMMAND [options]
   sweep      run all arms of an experiment   -c configs/experiments/demo.yaml; with --status: where its runs are
   report     tables and figure of run directories   runs/demo
 
-Every command has --help."""
+Every command has --help. A file configs/... that is not here is the one that the package brings."""
 
 
 def main() -> int:
@@ -21,6 +21,10 @@ def main() -> int:
     if command in ("-h", "--help", ""):
         print(USAGE)
         return 0 if command else 2
+    if command in ("fit", "validate", "test", "sweep"):
+        from lightning_qk.overlays import find_configs
+
+        rest = find_configs(rest)
     if command == "sweep":
         from lightning_qk.sweep import main as sweep
 

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_qk.overlays import find_config
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -227,7 +229,7 @@ def _in_name(value: Any) -> str:
 
 
 def _paths(here: Path, files: str | list[str]) -> tuple[Path, ...]:
-    return tuple((here / file).resolve() for file in ([files] if isinstance(files, str) else files))
+    return tuple(find_config(file, here).resolve() for file in ([files] if isinstance(files, str) else files))
 
 
 def _listed(value: str | list[Any]) -> list[Any]:

@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+PACKAGED = Path(__file__).parent / "configs"
+
+
+def find_config(name: str, here: Path | None = None) -> Path:
+    """The file ``name``, relative to ``here``; where ``configs/...`` is not there, the one that the package brings.
+
+    A file that is there always wins. That the package's is used is said on stderr.
+
+    Args:
+        name: a path as a user gives it.
+        here: the directory that it is relative to; None is the current one.
+    """
+    path = (here or Path()) / name
+    first, _, rest = name.partition("/")
+    packaged = PACKAGED / rest
+    if path.exists() or first != PACKAGED.name or not packaged.is_file():
+        return path
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once, not once a process that Lightning starts
+        print(f"{name}: not here, using the package's own {packaged}", file=sys.stderr)
+    return packaged
+
+
+def find_configs(args: Sequence[str]) -> list[str]:
+    """Arguments whose configuration files (``-c``, ``--config``) are where :func:`find_config` finds them."""
+    found = list(args)
+    for index in range(len(args)):
+        if file := _file(args, index):
+            found[index] = args[index].removesuffix(file) + str(find_config(file))
+    return found
 
 
 def keep_overrides(args: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_qk.overlays import keep_overrides
+from lightning_qk.overlays import PACKAGED, find_config, find_configs, keep_overrides
 
 
 @pytest.fixture
@@ -39,3 +39,32 @@ def test_the_first_file_comes_back_if_it_is_last_too(files: dict[str, str]) -> N
 def test_other_files_are_the_parsers_business(files: dict[str, str], name: str) -> None:
     args = ["-c", files["size"], "-c", files.get(name, "/no/such.yaml")]
     assert keep_overrides(args) == args
+
+
+def test_a_packaged_configuration_is_found_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    packaged = PACKAGED / "arms" / "fp32.yaml"
+    assert find_configs(
+        ["fit", "-c", "configs/arms/fp32.yaml", "--config=configs/base.yaml", "--x", "configs/base"]
+    ) == [*("fit", "-c", str(packaged), f"--config={PACKAGED / 'base.yaml'}", "--x", "configs/base")]
+    assert f"configs/arms/fp32.yaml: not here, using the package's own {packaged}" in capsys.readouterr().err
+    assert find_config("configs/arms/fp32.yaml", tmp_path / "elsewhere") == packaged
+
+
+def test_a_file_that_is_there_or_nowhere_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "base.yaml").touch()
+    for args in (
+        ["-c", "configs/base.yaml"],
+        ["-c", "configs/none.yaml"],
+        ["-c", "base.yaml"],
+        ["-c", "configs"],
+        ["-c"],
+    ):
+        assert find_configs(args) == args
+    assert capsys.readouterr().err == ""
