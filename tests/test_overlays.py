@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lightning_qk.overlays import PACKAGED, find_config, find_configs, keep_overrides
+from lightning_qk.overlays import (
+    PACKAGED,
+    find_config,
+    find_configs,
+    keep_overrides,
+    nest_nulls,
+    refuse_dropped_callbacks,
+)
 
 
 @pytest.fixture
@@ -68,3 +75,40 @@ def test_a_file_that_is_there_or_nowhere_is_left_alone(
     ):
         assert find_configs(args) == args
     assert capsys.readouterr().err == ""
+
+
+CALLBACKS = "trainer: {callbacks: [{class_path: pkg.First}, Second]}"
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        "trainer: {callbacks: [{class_path: Third}]}",
+        "trainer: {callbacks: Third}",
+        "--trainer.callbacks=[Third]",
+        "--trainer.callbacks={class_path: Third}",
+        "--trainer.callbacks=Third",
+    ],
+)
+def test_callbacks_are_not_dropped_silently(tmp_path: Path, later: str) -> None:
+    paths = [tmp_path / f"{name}.yaml" for name in ("first", "empty", "later")]
+    for path, text in zip(paths, (CALLBACKS, "trainer: {callbacks: []}", later), strict=True):
+        path.write_text(text)
+    first, empty, last = (["-c", str(path)] for path in paths)
+    last = [later] if later.startswith("--") else last
+    with pytest.raises(ValueError, match=r"would drop First, Second\. Write callbacks\+"):
+        refuse_dropped_callbacks([*first, *last])
+    for args in (
+        [*first, *empty, *last],
+        last,
+        [*first, "--trainer.callbacks+=Third"],
+        [*first, "--trainer.callbacks", "[]"],
+    ):
+        refuse_dropped_callbacks(args)
+
+
+def test_a_null_below_an_argument_of_a_class(files: dict[str, str]) -> None:
+    key = "--trainer.plugins.init_args.gradient"
+    given = ["fit", f"{key}.block=null", f"{key}.scale.deep", "~", f"{key}=null", f"{key}.fmt=x", "--model.betas=null"]
+    nested = [f'{key}={{"block": null}}', f'{key}={{"scale": {{"deep": null}}}}']
+    assert nest_nulls(given) == ["fit", *nested, *given[4:]]

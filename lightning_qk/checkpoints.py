@@ -1,0 +1,118 @@
+"""Checkpoints: written whole or not at all, read as plain values only, and the last good one found."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Writes to a temporary name in the same directory, syncs and renames; never unpickles more than plain values.
+
+    Lightning's own writes elsewhere and moves, which on another file system is a copy that a kill can cut short. A
+    remote path (``s3://...``) is left to it.
+    """
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for stale in path.parent.glob(".*.tmp"):  # of a process that was killed; a run's directory has one writer
+            stale.unlink()
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Callable | None = lambda storage, loc: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        try:
+            return super().load_checkpoint(path, map_location, weights_only=True)
+        except UNREADABLE as error:
+            raise unreadable(path, error) from error
+
+
+UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, zipfile.BadZipFile)
+"""What ``torch.load`` raises for a file that is cut short, damaged, no checkpoint, or more than plain values."""
+
+
+def unreadable(path: str | os.PathLike[str], error: Exception) -> ValueError:
+    """The error that names the file."""
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ValueError(
+        f"{path} is no checkpoint that can be read: it is cut short or damaged, or holds more than plain values, which "
+        f"are never unpickled ({said}). --ckpt_path last takes the newest one of the run that is whole."
+    )
+
+
+def global_step(checkpoint: Path | str) -> int:
+    """Optimizer steps that a checkpoint has behind it.
+
+    Raises:
+        ValueError: it can not be read; the message has its path.
+    """
+    try:
+        content = torch.load(state_file(checkpoint), map_location="cpu", mmap=True, weights_only=True)
+        return int(content["global_step"])
+    except (*UNREADABLE, TypeError) as error:
+        raise unreadable(checkpoint, error) from error
+
+
+def last_checkpoint(run_dir: Path, max_steps: int = -1) -> str | None:
+    """The newest ``last*.ckpt`` that is whole, else the newest other one; a damaged one is named in a warning.
+
+    Args:
+        run_dir: the run's directory.
+        max_steps: where the run that is to go on ends; a checkpoint of that very step is passed over, for Lightning
+            would end at once and what follows the last step, such as its validation, would be lost. -1 takes any.
+    """
+    newest_first = sorted((run_dir / "checkpoints").glob("*.ckpt"), key=lambda path: -path.stat().st_mtime_ns)
+    for path in sorted(newest_first, key=lambda path: not path.name.startswith("last")):
+        if not is_whole(path):
+            rank_zero_warn(f"{path} is damaged or cut short and is passed over; looking for an older checkpoint.")
+        elif max_steps < 0 or global_step(path) < max_steps:
+            return str(path)
+    return None
+
+
+def is_whole(checkpoint: Path | str) -> bool:
+    """Whether every byte of a checkpoint is as it was written, by the checksums in it; PyTorch itself checks none.
+
+    Of a sharded checkpoint, a directory, only the file that is written last is read.
+    """
+    try:
+        with zipfile.ZipFile(state_file(checkpoint)) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile, EOFError, ValueError, NotImplementedError):
+        return False
+
+
+def state_file(checkpoint: Path | str) -> Path:
+    """Where the trainer's state is; of a sharded checkpoint, a directory, it is the file that is written last."""
+    path = Path(checkpoint)
+    return path / "meta.pt" if path.is_dir() else path
