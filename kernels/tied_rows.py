@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import RoundingSites, streaming_attention
+from kernels.sites import RoundingSites
+from kernels.streaming import streaming_attention
 
 T, D, HEADS, CODES = 1024, 64, 2, 32
 
