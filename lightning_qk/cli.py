@@ -245,11 +245,14 @@ def config_hash(options: Namespace) -> str:
 
 
 def _resume_hash(options: Namespace) -> str:
-    """Of what must agree between a checkpoint and the run that goes on: all but its length and foreign callbacks."""
+    """Of what must agree between a checkpoint and the run that goes on; not its length, nor who only looks on."""
     plain = _deciding(options)
     for key in ("max_steps", "max_epochs", "max_time"):
         plain["trainer"].pop(key, None)
-    ours = [one for one in plain["trainer"]["callbacks"] or [] if one["class_path"].startswith("callbacks.")]
+    every = plain["trainer"]["callbacks"] or []
+    ours = [
+        one for one in every if one["class_path"].startswith("callbacks.") and "StepProfile" not in one["class_path"]
+    ]
     plain["trainer"]["callbacks"] = ours
     return _digest(plain)
 
