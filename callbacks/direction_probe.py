@@ -136,7 +136,7 @@ class DirectionProbe(Callback):
             self._before = {name: full(p.detach()).clone() for name, p in self.parameters(pl_module).items()}
 
     def _profiled(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        with trainer.profiler.profile(f"[Callback]{self.state_key}.step_post_hook"):
+        with trainer.profiler.profile(f"[Callback]{self.state_key}.step_post_hook"):  # type: ignore[attr-defined]
             self._after_step(trainer, pl_module)
 
     @torch.no_grad()

@@ -23,9 +23,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
     """
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -47,7 +45,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
     @override
     def load_checkpoint(
         self,
-        path: str | os.PathLike[str],
+        path: str | Path,
         map_location: Callable | None = lambda storage, loc: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
@@ -61,7 +59,7 @@ UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, zipfile.
 """What ``torch.load`` raises for a file that is cut short, damaged, no checkpoint, or more than plain values."""
 
 
-def unreadable(path: str | os.PathLike[str], error: Exception) -> ValueError:
+def unreadable(path: str | Path, error: Exception) -> ValueError:
     """The error that names the file."""
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     return ValueError(
