@@ -309,6 +309,7 @@ class _ParseOnly(QKCLI):
     @override
     def before_instantiate_classes(self) -> None:
         self.resolved = self.resolve()
+        self._refuse_trainer()
 
     @override
     def instantiate_classes(self) -> None:

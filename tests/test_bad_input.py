@@ -117,6 +117,7 @@ FILES: list[tuple[str, str]] = [
     ("trainer: {plugins: {class_path: BF16CarryAttention, init_args: {sies: fp32}}}", "Did you mean sites?"),
     ("trainer: {callbacks+: [{class_path: Guard}]}", "trainer.callbacks: no class 'Guard'. Did you mean QKGuard?"),
     ("trainer: {callbacks: [{class_path: QKGuard}]}", "{file} would drop SpectralMonitor. Write callbacks+ to add"),
+    ("trainer: {strategy: {class_path: FSDPStrategy}}", "FSDP2 (configs/hardware/fsdp2.yaml"),
     ("model: {lr: [", "-c {file}: not YAML: while parsing a flow node"),
     ("hello", "-c {file}: holds 'hello'; a configuration is a mapping of keys"),
     ("- a\n- b", "-c {file}: holds"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +111,27 @@ def test_it_is_lightnings_in_all_else(tmp_path: Path) -> None:
     assert loaded["global_step"] == 0 and loaded["state_dict"]
     with pytest.raises(FileNotFoundError, match="nowhere"):
         fitted.strategy.load_checkpoint(tmp_path / "nowhere.ckpt")
+
+
+def save_for_ever(path: Path) -> None:
+    step = global_step(path)
+    while True:
+        step += 1
+        WholeCheckpointIO().save_checkpoint({"global_step": step, "weight": torch.zeros(1 << 18)}, path)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None:
+    path, draw = tmp_path / "last.ckpt", random.Random(0)
+    WholeCheckpointIO().save_checkpoint(content(0), path)
+    for _ in range(30):
+        child = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(path,))
+        before = global_step(path)
+        child.start()
+        while global_step(path) == before:  # it has begun
+            time.sleep(0.001)
+        time.sleep(0.02 * draw.random())
+        child.kill()
+        child.join()
+        assert is_whole(path) and global_step(path) > before
+    assert {p.name for p in tmp_path.iterdir()} <= {"last.ckpt", ".last.ckpt.tmp"}

@@ -1,20 +1,25 @@
-"""MXGradient and CollapseStop in a LightningModule that anyone might have written, around models of another library."""
+"""MXGradient, CollapseStop and, on two ranks, QKGuard in strangers' LightningModules, around models of their own."""
 
 from __future__ import annotations
 
 import math
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from test_adapters_training import Mine, batches, model
-from tiny import assert_same, gradients, trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from ranks import ddp, on_two_ranks
+from test_adapters_training import Mine, Watch, batches, model
+from tiny import assert_same, gradients, trainer, weights
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from callbacks import CollapseStop
+from callbacks import CollapseStop, QKGuard
 from kernels import mx_quantize
 from lightning_qk.precision import MXGradient
 from lightning_qk.routes import ROUTES, route_parameters
@@ -99,3 +104,53 @@ def test_a_collapse_is_judged_and_ends_training(tmp_path: Path, name: str) -> No
         assert (fields["status"], fields["collapse_step"], len(kept.losses)) == (status, step, end)
         finite = [loss for loss in kept.losses if math.isfinite(loss)]
         assert fields["loss"] == pytest.approx(sum(finite) / len(finite))
+
+
+def of_this_rank(
+    root: Path, limit: float, steps: int, ckpt: Path | None = None, *callbacks: Callback
+) -> dict[str, Any]:
+    """What one rank sees of a Llama that it trains on tokens of its own, with a guard."""
+    draw = torch.Generator().manual_seed(int(os.environ["LOCAL_RANK"]))
+    mine, guard, watch = Mine(model("llama-sdpa")), QKGuard(limit), Watch()
+    tokens = DataLoader([torch.randint(0, 32, (4, 13), generator=draw)], batch_size=None)  # type: ignore[arg-type]
+    two = trainer(
+        root,
+        [guard, watch, *callbacks],
+        max_steps=steps,
+        devices=2,
+        strategy=ddp(),
+        enable_checkpointing=bool(callbacks),
+    )
+    two.fit(mine, tokens, ckpt_path=ckpt)
+    return {"logits": watch.logits, "losses": watch.losses, "guard": guard.history, "weights": weights(mine)}
+
+
+def stopped_and_resumed(root: Path, limit: float, steps: int) -> dict[str, Any]:
+    of_this_rank(root, limit, steps - 1, None, ModelCheckpoint(root, filename="last", every_n_train_steps=1))
+    return of_this_rank(root, limit, steps, root / "last.ckpt")
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_the_guard_of_a_llama_fires_on_both_ranks_and_survives_resume(tmp_path: Path) -> None:
+    steps = 6
+    work = {"plain": partial(of_this_rank, tmp_path, 1e9, steps, None)}
+    plain = [rank["logits"] for rank in on_two_ranks(tmp_path, work)["plain"]]
+    assert plain[0] != plain[1]
+    largest = [max(pair) for pair in zip(*plain, strict=True)]
+    step = next(i for i in range(1, steps - 2) if largest[i] > 1.001 * max(largest[:i]))
+    limit = (max(largest[:step]) + largest[step]) / 2  # which one rank alone may exceed
+    whole, resumed = on_two_ranks(
+        tmp_path,
+        {
+            "whole": partial(of_this_rank, tmp_path, limit, steps, None),
+            "resumed": partial(stopped_and_resumed, tmp_path / "resumed", limit, steps),
+        },
+    ).values()
+    for rank in range(2):
+        fired = {"step": step + 1, "layers": [0, 1], "logit": pytest.approx(largest[step])}
+        assert whole[rank]["guard"] == resumed[rank]["guard"] == [fired]
+        assert max(whole[rank]["logits"][step + 1 :]) <= math.sqrt(8) * (1 + 1e-5)
+        assert resumed[rank]["losses"] == whole[rank]["losses"][-1:]
+        assert_same(resumed[rank]["weights"], whole[rank]["weights"])
+    assert_same(whole[0]["weights"], whole[1]["weights"])
