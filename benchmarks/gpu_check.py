@@ -15,27 +15,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import attention
 import torch
 from torch import Tensor
 
-from kernels import PRESETS, mx_quantize, streaming_attention
+from kernels import PRESETS, mx_quantize, self_test, streaming_attention
 from kernels.mx_formats import FORMATS, ROUNDINGS, SCALES
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # the tied rows are those of the tests
-import tied_rows
-
 NUMERICS_SHAPE = (2, 4, 512, 64)
-BIAS = {  # preset and tile: the sign of delta's error, 0 for none
-    ("qiu_untiled", 1024): 1,
-    ("o_carry_only", 512): 1,
-    ("l_only", 512): 1,
-    ("bf16_carry", 1024): 1,
-    ("fa2", 512): 0,
-    ("fp32", 512): 0,
-}
 
 
 def everything(qkvg: list[Tensor], preset: str, backend: str) -> dict[str, Tensor]:
@@ -72,18 +60,14 @@ def numerics(device: str, backend: str) -> None:
         )
 
 
-def biases(device: str, backend: str) -> bool:
-    """Whether every sign is as expected."""
-    good = True
-    print(f"\n2. Two tied maxima a row: error of delta, mean over deviation by row; {backend} on {device}")
-    for (preset, tile), sign in BIAS.items():
-        measured = tied_rows.bias(tied_rows.case("random"), preset, tile, device=device, backend=backend)
-        wanted = tied_rows.bias(tied_rows.case("random"), preset, tile, backend="reference")
-        ok = measured.delta > 3 if sign else abs(measured.delta) < 1.2
-        good &= ok
-        expected = f"{'above 3' if sign else 'within 1.2'}: {'ok' if ok else 'NOT SO'}"
-        print(f"   {preset:<13} tile {tile:<5} {measured.delta:+6.2f}, reference {wanted.delta:+6.2f}   {expected}")
-    return good
+def self_tests(device: str) -> bool:
+    """Whether every check of the kernels holds; those of `lightning-qk doctor`."""
+    print(f"\n2. Self-tests of the kernels on {device}")
+    checks = []
+    for check in self_test.run(device):
+        checks.append(check)
+        print(f"   {'ok    ' if check.good else 'NOT SO'} {check.name}: {check.found}", flush=True)
+    return all(check.good for check in checks)
 
 
 def speed(device: str, repeats: int) -> None:
@@ -170,7 +154,7 @@ def main() -> None:
         print("No GPU here: what follows is the CPU part only, and says nothing of a GPU.")
     backend = "triton" if on_gpu else "cpu"
     numerics(args.device, backend)
-    good = biases(args.device, backend)
+    good = self_tests(args.device)
     speed(args.device, args.repeats)
     quantiser(args.device, args.repeats)
     good &= quantiser_numerics(args.device)

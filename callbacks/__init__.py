@@ -23,6 +23,7 @@ from callbacks.run_progress_bar import RunProgressBar
 from callbacks.run_recorder import RunRecorder
 from callbacks.spectral_alignment_monitor import SpectralAlignmentMonitor
 from callbacks.spectral_monitor import SpectralMonitor
+from callbacks.step_profile import StepProfile
 from callbacks.tied_row_monitor import TiedRowMonitor
 
 __all__ = [
@@ -50,5 +51,6 @@ __all__ = [
     "RunRecorder",
     "SpectralAlignmentMonitor",
     "SpectralMonitor",
+    "StepProfile",
     "TiedRowMonitor",
 ]

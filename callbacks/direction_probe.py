@@ -126,7 +126,7 @@ class DirectionProbe(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        hook = partial(self._after_step, trainer, pl_module)
+        hook = partial(self._profiled, trainer, pl_module)
         self._hooks = [optimizer.register_step_post_hook(hook) for optimizer in trainer.optimizers]
 
     @override
@@ -135,8 +135,12 @@ class DirectionProbe(Callback):
         if step >= self.start_step and step % self.every_n_steps == 0:
             self._before = {name: full(p.detach()).clone() for name, p in self.parameters(pl_module).items()}
 
+    def _profiled(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        with trainer.profiler.profile(f"[Callback]{self.state_key}.step_post_hook"):  # type: ignore[attr-defined]
+            self._after_step(trainer, pl_module)
+
     @torch.no_grad()
-    def _after_step(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def _after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         before, self._before = self._before, {}
         if not before:
             return

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_qk.verdict import SCHEMA, VERDICT_FILE, versions, write_json_atomic
+from lightning_qk.verdict import SCHEMA, VERDICT_FILE, versions, write_json_atomic, write_sealed
 
 _FIELDS = ("collapse_step", "guard_step", "loss", "min_loss", "sigma_q", "sigma_k", "max_logit", "max_logit_peak")
 
@@ -159,7 +159,7 @@ class RunRecorder(Callback):
         if not trainer.is_global_zero:
             return
         fields = self._fields(trainer)
-        write_json_atomic(
+        write_sealed(
             Path(trainer.default_root_dir) / VERDICT_FILE,
             {
                 "schema": SCHEMA,

@@ -1,4 +1,4 @@
-"""``python -m lightning_qk fit | validate | test | sweep | report``."""
+"""``python -m lightning_qk fit | validate | test | sweep | report | doctor``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ USAGE = """usage: lightning-qk COMMAND [options]
   validate   validation loss of a checkpoint
   test       test loss of a checkpoint
   sweep      run all arms of an experiment   -c configs/experiments/demo.yaml; with --status: where its runs are
+  doctor     versions, what will run where, self-tests of the kernels
   report     tables and figure of run directories   runs/demo
 
-Every command has --help."""
+Every command has --help. A file configs/... that is not here is the one that the package brings."""
 
 
 def main() -> int:
@@ -21,6 +22,10 @@ def main() -> int:
     if command in ("-h", "--help", ""):
         print(USAGE)
         return 0 if command else 2
+    if command in ("fit", "validate", "test", "sweep"):
+        from lightning_qk.overlays import find_configs
+
+        rest = find_configs(rest)
     if command == "sweep":
         from lightning_qk.sweep import main as sweep
 
@@ -29,6 +34,10 @@ def main() -> int:
         from lightning_qk.report import main as report
 
         return report(rest)
+    if command == "doctor":
+        from lightning_qk.doctor import main as doctor
+
+        return doctor(rest)
     if command not in ("fit", "validate", "test"):
         print(f"error: {command!r} is not a command.\n\n{USAGE}", file=sys.stderr)
         return 2

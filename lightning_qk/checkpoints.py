@@ -1,106 +1,126 @@
-"""A run's checkpoints on disk: the one to go on from, and the one of another run to begin with."""
+"""Checkpoints: written whole or not at all, read as plain values only, and the last good one found."""
 
 from __future__ import annotations
 
-import dataclasses
+import os
+import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from lightning_qk.verdict import read_verdict
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
 
 
-@dataclasses.dataclass(frozen=True)
-class Fork:
-    """Where a run begins: not at step 0, but as another arm's run of the same seed was. Give ``step`` or ``before``.
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Writes to a temporary name in the same directory, syncs and renames; never unpickles more than plain values.
 
-    Args:
-        arm: that arm, of the same experiment.
-        step: optimizer step of the checkpoint.
-        before: the newest checkpoint that is at least so many steps older than the other run's onset: its collapse, or
-            its divergence by :class:`callbacks.DivergenceStop` if that came first.
-
-    Raises:
-        ValueError: there can be no such checkpoint.
+    Lightning's own writes elsewhere and moves, which on another file system is a copy that a kill can cut short. A
+    remote path (``s3://...``) is left to it.
     """
 
-    arm: str
-    step: int | None = None
-    before: int | None = None
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for stale in path.parent.glob(".*.tmp"):  # of a process that was killed; a run's directory has one writer
+            stale.unlink()
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
-    def __post_init__(self) -> None:
-        given = [value for value in (self.step, self.before) if value is not None]
-        if not self.arm or len(given) != 1 or given[0] < 1:
-            raise ValueError(
-                f"fork: arm={self.arm!r} must be a name, and one of step={self.step} and before={self.before} a number "
-                "of at least 1."
-            )
-
-    @property
-    def label(self) -> str:
-        """For names."""
-        return f"step_{self.step}" if self.step is not None else f"before_{self.before}"
-
-    def checkpoint(self, run_dir: Path) -> tuple[Path, int]:
-        """The checkpoint that the run in ``run_dir`` begins with, and its step.
-
-        Raises:
-            FileNotFoundError: the other run has kept none, or had no onset.
-        """
-        parent = run_dir.parent.parent / self.arm / run_dir.name
-        kept = {global_step(path): path for path in _whole(parent)}
-        if self.before is None:
-            wanted, step = f"of step {self.step}", self.step
-        else:
-            last = _onset(parent) - self.before
-            wanted, step = f"of step {last} or before", max((one for one in kept if one <= last), default=None)
-        if step is None or step not in kept:
-            there = ", ".join(map(str, sorted(kept))) or "none"
-            raise FileNotFoundError(
-                f"run.fork: {parent} has no checkpoint {wanted} (steps kept: {there}). Its ModelCheckpoint must save "
-                "there (every_n_train_steps) and keep it (save_top_k, -1 for all)."
-            )
-        return kept[step], step
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable | None = lambda storage, loc: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        try:
+            return super().load_checkpoint(path, map_location, weights_only=True)
+        except UNREADABLE as error:
+            raise unreadable(path, error) from error
 
 
-def _onset(run_dir: Path) -> int:
-    verdict = read_verdict(run_dir) or {}
-    steps = [verdict[key] for key in ("collapse_step", "divergence_step") if verdict.get(key) is not None]
-    if not steps:
-        raise FileNotFoundError(
-            f"run.fork: {run_dir} neither collapsed nor diverged: there is no `before`; give a step."
-        )
-    return int(min(steps))
+UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, zipfile.BadZipFile)
+"""What ``torch.load`` raises for a file that is cut short, damaged, no checkpoint, or more than plain values."""
+
+
+def unreadable(path: str | Path, error: Exception) -> ValueError:
+    """The error that names the file."""
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ValueError(
+        f"{path} is no checkpoint that can be read: it is cut short or damaged, or holds more than plain values, which "
+        f"are never unpickled ({said}). --ckpt_path last takes the newest one of the run that is whole."
+    )
+
+
+def global_step(checkpoint: Path | str) -> int:
+    """Optimizer steps that a checkpoint has behind it.
+
+    Raises:
+        ValueError: it can not be read; the message has its path.
+    """
+    try:
+        content = torch.load(state_file(checkpoint), map_location="cpu", mmap=True, weights_only=True)
+        return int(content["global_step"])
+    except (*UNREADABLE, TypeError) as error:
+        raise unreadable(checkpoint, error) from error
 
 
 def last_checkpoint(run_dir: Path, max_steps: int = -1) -> str | None:
-    """The newest ``last*.ckpt`` that is whole, else the newest other one: a kill can leave a part of a file.
-
-    (Lightning writes to the temporary directory and moves, which is a copy if that is another file system.)
+    """The newest ``last*.ckpt`` that is whole, else the newest other one; a damaged one is named in a warning.
 
     Args:
         run_dir: the run's directory.
         max_steps: where the run that is to go on ends; a checkpoint of that very step is passed over, for Lightning
             would end at once and what follows the last step, such as its validation, would be lost. -1 takes any.
     """
-    last_first = sorted(_whole(run_dir), key=lambda path: not path.name.startswith("last"))
-    return next((str(path) for path in last_first if max_steps < 0 or global_step(path) < max_steps), None)
+    candidates = whole_checkpoints(run_dir, last_first=True)
+    return next((str(path) for path in candidates if max_steps < 0 or global_step(path) < max_steps), None)
 
 
-def global_step(checkpoint: Path | str) -> int:
-    """The optimizer step of a checkpoint."""
-    import torch  # here: a sweep reads its YAML without
+def whole_checkpoints(run_dir: Path, last_first: bool = False) -> Iterator[Path]:
+    """A run's checkpoints, the newest first; a damaged one is named in a warning instead.
 
-    return torch.load(_state_file(checkpoint), map_location="cpu", mmap=True, weights_only=True)["global_step"]
-
-
-def _whole(run_dir: Path) -> Iterator[Path]:
-    """The checkpoints that are not parts of files, the newest first."""
+    Args:
+        run_dir: the run's directory.
+        last_first: ``last*.ckpt`` before all others.
+    """
     newest_first = sorted((run_dir / "checkpoints").glob("*.ckpt"), key=lambda path: -path.stat().st_mtime_ns)
-    return (path for path in newest_first if zipfile.is_zipfile(_state_file(path)))
+    for path in sorted(newest_first, key=lambda path: last_first and not path.name.startswith("last")):
+        if is_whole(path):
+            yield path
+        else:
+            rank_zero_warn(f"{path} is damaged or cut short and is passed over; looking for an older checkpoint.")
 
 
-def _state_file(checkpoint: Path | str) -> Path:
+def is_whole(checkpoint: Path | str) -> bool:
+    """Whether every byte of a checkpoint is as it was written, by the checksums in it; PyTorch itself checks none.
+
+    Of a sharded checkpoint, a directory, only the file that is written last is read.
+    """
+    try:
+        with zipfile.ZipFile(state_file(checkpoint)) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile, EOFError, ValueError, NotImplementedError):
+        return False
+
+
+def state_file(checkpoint: Path | str) -> Path:
     """Where the trainer's state is; of a sharded checkpoint, a directory, it is the file that is written last."""
     path = Path(checkpoint)
     return path / "meta.pt" if path.is_dir() else path

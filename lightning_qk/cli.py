@@ -7,14 +7,12 @@ what ``model.class_path`` names, with its arguments under ``model.init_args``.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import io
 import os
 import re
 import shutil
-import sys
+from argparse import ArgumentError
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
@@ -33,10 +32,12 @@ import lightning_qk.gaussian_data
 import lightning_qk.precision
 import lightning_qk.student_teacher  # noqa: F401
 from callbacks import CollapseStop, RandomState, ResumedValidation, RunRecorder
-from lightning_qk.checkpoints import Fork, global_step, last_checkpoint
+from lightning_qk.checkpoints import WholeCheckpointIO, global_step, last_checkpoint
+from lightning_qk.complaints import complain, explain
 from lightning_qk.data import TokenData
+from lightning_qk.fork import Fork
 from lightning_qk.module import GPTModule
-from lightning_qk.overlays import chooses_model, keep_overrides
+from lightning_qk.overlays import chooses_model, keep_overrides, nest_nulls, refuse_dropped_callbacks
 from lightning_qk.verdict import read_verdict
 
 DONE = ("completed", "collapsed", "nonfinite")
@@ -100,13 +101,24 @@ class QKCLI(LightningCLI):
     """LightningCLI that gives every run a directory of its own."""
 
     @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        # a key cut short would pass for the one it begins; errors are raised, to be told in a line
+        return super().init_parser(allow_abbrev=False, exit_on_error=False, **kwargs)
+
+    @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(RunConfig, "run")
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         # not Lightning's: it warns of arguments given twice
-        self.config = parser.parse_args(keep_overrides(args))
+        refuse_dropped_callbacks(args)
+        try:
+            self.config = parser.parse_args(nest_nulls(keep_overrides(args)))
+        except ArgumentError as error:
+            parsers = [parser, *getattr(self, "_subcommand_parsers", {}).values()]
+            keys = {action.dest for one in parsers for action in one._actions}
+            raise ValueError(explain(str(error), args, keys)) from error
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -131,6 +143,11 @@ class QKCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         self.resolved = self.resolve()
         self._fork: dict[str, Any] | None = None
+        self._refuse_trainer()
+        if self.subcommand and self._options.get("weights_only") is False:
+            raise ValueError("weights_only=false: a checkpoint with more than plain values is code, and is not loaded.")
+        if self.subcommand:
+            self._options.weights_only = True
         if self.subcommand == "fit":
             self._refuse_endless()
             self._prepare_directory()
@@ -144,6 +161,22 @@ class QKCLI(LightningCLI):
                     f"{self.subcommand}: {self.resolved.run_dir} has no checkpoint; name the run by run.* and "
                     "--seed_everything, or a file by --ckpt_path."
                 )
+
+    def _refuse_trainer(self) -> None:
+        trainer = self._options.trainer
+        if trainer.precision is not None and trainer.plugins is not None:
+            raise ValueError(
+                f"trainer.precision={trainer.precision}: the plugin owns the dtype. Leave it unset, and set base: bf16 "
+                "or fp32 in trainer.plugins."
+            )
+        strategy = trainer.strategy
+        name = str(getattr(strategy, "class_path", strategy)).rpartition(".")[2].lower()
+        if name.startswith(("fsdp", "deepspeed")):
+            raise ValueError(
+                f"trainer.strategy: {name} flattens or splits the weights, so that faults and monitors would not find "
+                "the matrices of a route. DDP (configs/hardware/ddp.yaml) and FSDP2 (configs/hardware/fsdp2.yaml, "
+                "ModelParallelStrategy) work."
+            )
 
     def _refuse_endless(self) -> None:
         trainer = self._options.trainer
@@ -214,7 +247,10 @@ class QKCLI(LightningCLI):
             self.trainer_defaults["callbacks"] = [RandomState(), ResumedValidation(), recorder]
             if not any(str(one.get("class_path")).endswith("CollapseStop") for one in options.trainer.callbacks or []):
                 self.trainer_defaults["callbacks"].append(CollapseStop())  # every run gets a judge
-        return super().instantiate_trainer(**kwargs)
+        trainer = super().instantiate_trainer(**kwargs)
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # not one of the user's own
+            trainer.strategy.checkpoint_io = WholeCheckpointIO()
+        return trainer
 
     def _logger(self) -> TensorBoardLogger:
         options, run_dir = self._options, self.resolved.run_dir
@@ -230,11 +266,14 @@ class QKCLI(LightningCLI):
 
 
 def _resume_hash(options: Namespace) -> str:
-    """Of what must agree between a checkpoint and the run that goes on: all but its length and foreign callbacks."""
+    """Of what must agree between a checkpoint and the run that goes on; not its length, nor who only looks on."""
     plain = _deciding(options)
     for key in ("max_steps", "max_epochs", "max_time"):
         plain["trainer"].pop(key, None)
-    ours = [one for one in plain["trainer"]["callbacks"] or [] if one["class_path"].startswith("callbacks.")]
+    every = plain["trainer"]["callbacks"] or []
+    ours = [
+        one for one in every if one["class_path"].startswith("callbacks.") and "StepProfile" not in one["class_path"]
+    ]
     plain["trainer"]["callbacks"] = ours
     return _digest(_as_yaml(plain))
 
@@ -271,7 +310,6 @@ _SETTINGS: dict[str, Any] = dict(
     subclass_mode_data=True,
     seed_everything_default=0,
     auto_configure_optimizers=False,
-    parser_kwargs={"allow_abbrev": False},  # a key cut short would pass for the one it begins
 )
 
 
@@ -290,6 +328,11 @@ def build(args: list[str], run: bool) -> QKCLI:
 class _ParseOnly(QKCLI):
     """Stops before anything is built, and before a run's directory is looked at."""
 
+    @staticmethod
+    @override
+    def subcommands() -> dict[str, set[str]]:
+        return {"fit": LightningCLI.subcommands()["fit"]}  # parsers of the others cost half the time
+
     @override
     def _set_seed(self) -> None:
         """Does nothing: Lightning's says so in a line, of every run that a sweep looks at."""
@@ -297,6 +340,7 @@ class _ParseOnly(QKCLI):
     @override
     def before_instantiate_classes(self) -> None:
         self.resolved = self.resolve()
+        self._refuse_trainer()
 
     @override
     def instantiate_classes(self) -> None:
@@ -311,30 +355,22 @@ def resolve_run(fit_args: list[str]) -> ResolvedRun:
     """Parses the arguments of ``fit`` and says what they would run, without starting it.
 
     Raises:
-        ValueError: the configuration is wrong; the message is the parser's.
+        ValueError: the configuration is wrong; the message names the key.
     """
-    messages = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(messages):
-            args = ["fit", *fit_args]
-            cli = _ParseOnly(save_config_callback=None, args=args, **_classes(args), **_SETTINGS)
-    except SystemExit as error:
-        raise ValueError(messages.getvalue().strip() or f"exit status {error.code}") from None
-    return cli.resolved
+    args = ["fit", *fit_args]
+    return _ParseOnly(save_config_callback=None, args=args, **_classes(args), **_SETTINGS).resolved
 
 
 def main(args: list[str]) -> int:
     """Runs a subcommand of Trainer; 0 when it is done, 2 when the configuration or its files are wrong."""
-    threads = os.environ.get("LIGHTNING_QK_THREADS")
-    if threads:
-        torch.set_num_threads(int(threads))
     try:
+        if threads := os.environ.get("LIGHTNING_QK_THREADS"):
+            if not threads.isdecimal() or int(threads) < 1:
+                raise ValueError(f"LIGHTNING_QK_THREADS={threads!r} must be a whole number of threads, at least 1.")
+            torch.set_num_threads(int(threads))
         build(args, run=True)
     except RunFinished as finished:
         print(finished)
-    except (ValueError, FileNotFoundError, MisconfigurationException) as error:
-        if os.environ.get("LIGHTNING_QK_TRACEBACK"):
-            raise
-        print(f"error: {error}\n(LIGHTNING_QK_TRACEBACK=1 shows where)", file=sys.stderr)
-        return 2
+    except (ValueError, OSError, MisconfigurationException) as error:
+        return complain(error, args)
     return 0

@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_qk.checkpoints import Fork
 from lightning_qk.experiment_arms import SweepError, expand_forks, expand_grid, grid_keys, pick_references
+from lightning_qk.fork import Fork
+from lightning_qk.overlays import find_config
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -270,7 +271,7 @@ def _pick_size(sizes: Mapping[str, Mapping[str, Any]], name: str | None) -> tupl
 
 
 def _paths(here: Path, files: str | list[str]) -> tuple[Path, ...]:
-    return tuple((here / file).resolve() for file in ([files] if isinstance(files, str) else files))
+    return tuple(find_config(file, here).resolve() for file in ([files] if isinstance(files, str) else files))
 
 
 def _listed(value: str | list[Any]) -> list[Any]:

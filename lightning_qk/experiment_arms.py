@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_qk.checkpoints import Fork
+from lightning_qk.fork import Fork
 
 
 class SweepError(ValueError):

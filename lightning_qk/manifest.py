@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_qk.executors.attempt import now
 from lightning_qk.experiment import Experiment, SweepError
-from lightning_qk.verdict import versions, write_json_atomic
+from lightning_qk.verdict import unsealed, versions, write_sealed
 
 
 class Manifest:
@@ -33,10 +33,10 @@ class Manifest:
             SweepError: The file is broken.
         """
         try:
-            return dict(json.loads(self.path.read_text(encoding="utf-8")))
+            return unsealed(json.loads(self.path.read_text(encoding="utf-8")), self.path)
         except FileNotFoundError:
             return {}
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise SweepError(f"{self.path}: broken ({error}); delete it and run the sweep again") from error
 
     def hashes(self) -> dict[str, str]:
@@ -88,7 +88,7 @@ class Manifest:
             "runs": {**before.get("runs", {}), **runs},
             "sweeps": [*before.get("sweeps", []), *([sweep] if runs else [])],
         }
-        write_json_atomic(self.path, content)
+        write_sealed(self.path, content)
 
 
 def code_version(directory: Path = Path(__file__).parent) -> dict[str, Any] | None:

@@ -73,6 +73,17 @@ class GPTModule(LossModule):
                 block.compile()
 
     @property
+    def flops_per_token(self) -> float:
+        """Floating-point operations of a training step for a token: 6 a weight of a product, and 12 T d a layer.
+
+        As in PaLM (arXiv 2204.02311, appendix B): nothing is taken off for the causal mask, nothing added for
+        recomputation.
+        """
+        c = self.config
+        weights = sum(p.numel() for p in route_parameters(self, "all").values()) + c.vocab_size * c.d_model
+        return 6.0 * weights + 12.0 * c.n_layers * c.context * c.d_model
+
+    @property
     def context(self) -> int:
         """Tokens per sequence, for the data module."""
         return self.config.context

@@ -3,11 +3,131 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+PACKAGED = Path(__file__).parent / "configs"
+
+
+def find_config(name: str, here: Path | None = None) -> Path:
+    """The file ``name``, relative to ``here``; where ``configs/...`` is not there, the one that the package brings.
+
+    A file that is there always wins. That the package's is used is said on stderr.
+
+    Args:
+        name: a path as a user gives it.
+        here: the directory that it is relative to; None is the current one.
+    """
+    path = (here or Path()) / name
+    first, _, rest = name.partition("/")
+    packaged = PACKAGED / rest
+    if path.exists() or first != PACKAGED.name or not packaged.is_file():
+        return path
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once, not once a process that Lightning starts
+        print(f"{name}: not here, using the package's own {packaged}", file=sys.stderr)
+    return packaged
+
+
+def find_configs(args: Sequence[str]) -> list[str]:
+    """Arguments whose configuration files (``-c``, ``--config``) are where :func:`find_config` finds them."""
+    found = list(args)
+    for index in range(len(args)):
+        if file := _file(args, index):
+            found[index] = args[index].removesuffix(file) + str(find_config(file))
+    return found
+
+
+def files_of(args: Sequence[str]) -> list[str]:
+    """The configuration files that arguments name, in their order."""
+    return [file for index in range(len(args)) if (file := _file(args, index)) is not None]
+
+
+def read_mapping(file: str) -> dict[str, Any]:
+    """What a configuration file holds; nothing where it is not one, of which the parser will tell."""
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def has_key(content: Any, key: str) -> bool:
+    """Whether a dotted key is in a configuration, or, with a ``+`` at its end, is appended to."""
+    first, _, rest = key.partition(".")
+    if not isinstance(content, dict):
+        return False
+    if rest:
+        return has_key(content.get(first), rest)
+    return first in content or f"{first}+" in content
+
+
+def refuse_dropped_callbacks(args: Sequence[str]) -> None:
+    """Sees to it that ``callbacks:`` without ``+`` does not silently drop those of an earlier file.
+
+    Among them may be the run's judge. Whoever wants to replace them says so by an empty list first.
+
+    Raises:
+        ValueError: an argument or a file replaces callbacks that are there.
+    """
+    names: list[str] = []
+    for index, argument in enumerate(args):
+        file = _file(args, index)
+        if file is not None:
+            trainer, source = read_mapping(file).get("trainer"), file
+        elif (name := argument.partition("=")[0]) in ("--trainer.callbacks", "--trainer.callbacks+"):
+            value = argument.partition("=")[2] or "".join(args[index + 1 : index + 2])
+            trainer, source = {name.rpartition(".")[2]: value}, "--trainer.callbacks"
+        else:
+            continue
+        if not isinstance(trainer, dict):
+            continue
+        mine = _names(trainer.get("callbacks"))
+        if mine and names:
+            raise ValueError(
+                f"trainer.callbacks: {source} would drop {', '.join(names)}. Write callbacks+ to add to them; to "
+                "replace them, write callbacks: [] in a file before it."
+            )
+        names = (mine if "callbacks" in trainer else names) + _names(trainer.get("callbacks+"))
+
+
+def _names(callbacks: Any) -> list[str]:
+    """Short class names of what a configuration has as callbacks: a list, one of them, or the text of either."""
+    if isinstance(callbacks, str):
+        try:
+            loaded = yaml.safe_load(callbacks)
+        except yaml.YAMLError:  # the parser will tell
+            return []
+        return [callbacks] if isinstance(loaded, str) else _names(loaded)
+    every = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
+    paths = [one.get("class_path") if isinstance(one, dict) else one for one in every]
+    return [str(path).rpartition(".")[2] for path in paths]
+
+
+def nest_nulls(args: Sequence[str]) -> list[str]:
+    """Arguments whose null below an argument of a class that is itself a mapping is given as a mapping.
+
+    ``--trainer.plugins.init_args.gradient.block=null`` reaches the inner parser as the text "None".
+    """
+    key = re.compile(r"(--[\w.]+\.init_args\.\w+)\.([\w.]+)")
+    kept = list(args)
+    for index, argument in enumerate(args):
+        name, equals, value = argument.partition("=")
+        found = key.fullmatch(name)
+        value = value if equals else "".join(args[index + 1 : index + 2])
+        if found is None or value not in ("null", "Null", "NULL", "~"):
+            continue
+        nested: Any = None
+        for part in reversed(found[2].split(".")):
+            nested = {part: nested}
+        kept[index : index + (1 if equals else 2)] = [found[1] + "=" + json.dumps(nested)]
+        return nest_nulls(kept)
+    return kept
 
 
 def keep_overrides(args: Sequence[str]) -> list[str]:
@@ -40,18 +160,11 @@ def _file(args: Sequence[str], index: int) -> str | None:
     """The configuration file that an argument names, if it names one."""
     if index and args[index - 1] in ("-c", "--config"):
         return args[index]
-    name, _, value = args[index].partition("=")
-    return value if name in ("-c", "--config") else None
+    name, equals, value = args[index].partition("=")
+    return value if equals and name in ("-c", "--config") else None
 
 
 def _model(file: str | None) -> dict[str, Any]:
-    """``model`` of a configuration file; nothing where it has none, or is not one, of which the parser will tell."""
-    path = Path(file or "")
-    if not path.is_file():
-        return {}
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return {}
-    model = content.get("model") if isinstance(content, dict) else None
+    """``model`` of a configuration file; nothing where it has none."""
+    model = read_mapping(file).get("model") if file else None
     return model if isinstance(model, dict) else {}

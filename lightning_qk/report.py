@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from argparse import ArgumentError
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from jsonargparse import ArgumentParser
 from lightning_qk import crash_rule, extrapolation
 from lightning_qk.activation import activation_table
 from lightning_qk.alarms import PREFIX, alarm_tables, readings
+from lightning_qk.complaints import complain
 from lightning_qk.crash_rule import Judged, judge_all, rule_table
 from lightning_qk.divergence_table import divergence_table
 from lightning_qk.events import Scalars, read_history
@@ -292,8 +292,7 @@ def main(args: list[str] | None = None) -> int:
         out = Path(options.out) if options.out is not None else None
         report, out = make_report(directories, out, options.reference, options.against)
     except (ArgumentError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return complain(error, args or [])
     if options.format == "json":
         print(as_json(report))
     else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_qk.statistics import Lifetimes
-from lightning_qk.verdict import VERDICT_FILE, read_verdict
+from lightning_qk.verdict import VERDICT_FILE, read_verdict, unsealed
 
 COUNTED = ("completed", "collapsed", "nonfinite")
 AGGREGATE = "aggregate"
@@ -134,7 +134,7 @@ def read_experiment(directory: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        experiment = json.loads(path.read_text(encoding="utf-8"))
+        experiment = unsealed(json.loads(path.read_text(encoding="utf-8")), path)
         reference = experiment.get("reference")
         twins = dict(experiment.get("twins") or {})
         grid = {key: experiment.get(key) for key in ("bases", "points", "extrapolate", "scaling_law")}

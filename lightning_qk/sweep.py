@@ -40,6 +40,7 @@ from typing import Protocol
 
 from jsonargparse import Namespace
 
+from lightning_qk.complaints import complain
 from lightning_qk.executors.attempt import DONE, is_done, is_resumable
 from lightning_qk.executors.executor import Executor
 from lightning_qk.executors.interrupts import Interrupts
@@ -256,8 +257,7 @@ def main(args: list[str] | None = None) -> int:
             return sweep.dry_run()
         code = sweep.run(options.detach)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return complain(error, args or [])
     except KeyboardInterrupt:  # before the first run, while configurations are checked
         print("interrupted: no run was started", file=sys.stderr)
         return 130

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import platform
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,35 @@ def write_json_atomic(path: Path | str, value: Any) -> None:
         raise
 
 
+def write_sealed(path: Path | str, value: Mapping[str, Any]) -> None:
+    """:func:`write_json_atomic` with a ``checksum`` of all else, which :func:`unsealed` checks."""
+    write_json_atomic(path, {**value, "checksum": _checksum(value)})
+
+
+def unsealed(value: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What a file that was written sealed holds, without its checksum; one that has none is taken as it is.
+
+    Raises:
+        ValueError: the content is not that of the checksum.
+    """
+    rest = {key: item for key, item in value.items() if key != "checksum"}
+    if "checksum" in value and value["checksum"] != _checksum(rest):
+        raise ValueError(
+            f"{path} was changed or damaged after it was written: its checksum is not that of its content. Put back "
+            "the file, or delete it and run again."
+        )
+    return rest
+
+
+def _checksum(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(_encode(value), sort_keys=True).encode()).hexdigest()[:16]
+
+
 def read_verdict(run_dir: Path | str) -> dict[str, Any] | None:
     """The verdict of a run directory, None if it has none yet.
 
     Raises:
-        ValueError: the file is not a verdict; the message has its path.
+        ValueError: the file is not a verdict, or not the one that was written; the message has its path.
     """
     path = Path(run_dir) / VERDICT_FILE
     try:
@@ -53,7 +79,7 @@ def read_verdict(run_dir: Path | str) -> dict[str, Any] | None:
         raise ValueError(f"{path} is not valid JSON ({error}); delete it and run again.") from error
     if not isinstance(verdict, dict) or verdict.get("schema") != SCHEMA or verdict.get("status") not in STATUSES:
         raise ValueError(f"{path} is not a verdict of schema {SCHEMA}; delete it and run again.")
-    decoded: dict[str, Any] = _decode(verdict)
+    decoded: dict[str, Any] = _decode(unsealed(verdict, path))
     return decoded
 
 

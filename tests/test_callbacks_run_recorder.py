@@ -17,7 +17,7 @@ from tiny import data, fault, fit, module
 from callbacks import CollapseStop, QKGuard, RunProgressBar, RunRecorder, SpectralMonitor
 from callbacks.run_recorder import _FIELDS
 from lightning_qk.precision import FaultPrecision, MXGradient
-from lightning_qk.verdict import read_verdict, versions, write_json_atomic
+from lightning_qk.verdict import read_verdict, versions, write_json_atomic, write_sealed
 
 ALL = {
     *("schema", "status", "experiment", "arm", "seed", "step", "max_steps", "val_loss", "seconds", "versions"),
@@ -47,6 +47,7 @@ def test_a_completed_run_says_so(tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(max_steps=4, limit_val_batches=1.0, val_check_interval=2)
     _, recording = fit(tmp_path, callbacks, fault(), **settings)
     verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert len(verdict.pop("checksum")) == 16
     assert set(verdict) == ALL
     expected = {
         **{"schema": 1, "status": "completed", "experiment": "exp", "arm": "arm", "seed": 7, "config_hash": "abc"},
@@ -241,6 +242,17 @@ def test_not_finite_numbers_are_strings_at_any_depth(tmp_path: Path) -> None:
 def test_what_is_no_verdict_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
     (tmp_path / "verdict.json").write_text(text)
     with pytest.raises(ValueError, match=r"verdict\.json is not .*delete it"):
+        read_verdict(tmp_path)
+
+
+@pytest.mark.parametrize("value", [{"loss": 1.25}, {"loss": math.nan, "deep": {"list": [1, -math.inf]}}])
+def test_a_changed_verdict_is_refused_with_its_path(tmp_path: Path, value: dict[str, Any]) -> None:
+    verdict = {"schema": 1, "status": "completed", "collapse_step": None, **value}
+    path = tmp_path / "verdict.json"
+    write_sealed(path, verdict)
+    assert repr(read_verdict(tmp_path)) == repr(verdict)
+    path.write_text(path.read_text().replace("completed", "collapsed"))
+    with pytest.raises(ValueError, match=r"verdict\.json was changed or damaged .*Put back the file, or delete it"):
         read_verdict(tmp_path)
 
 

@@ -233,6 +233,7 @@ def test_another_seed_needs_no_parsing(
         ["--trainer.max_steps", "7"],
         ["--trainer.plugins.init_args.carry", "3"],
         ["--trainer.plugins.init_args.overrides", "{lse: fp32}"],
+        ["--trainer.plugins.init_args.gradient.block=null"],
         [f"--trainer.callbacks+={callback('QKGuard', threshold=60)}"],
         [f"--trainer.callbacks+={callback('RouteSplice', route='qk')}"],
         ["--data.init_args.batch_size", "5"],
@@ -251,71 +252,7 @@ def test_the_hash_knows_a_callbacks_arguments(tmp_path: Path, tokens: dict[str, 
     assert len(hashes) == 2
 
 
-# errors
-
-
-@pytest.mark.parametrize(
-    ("extra", "named"),
-    [
-        (["--model.lrr", "1"], "model.lrr"),
-        (["--trainer.max_step", "1"], "trainer.max_step"),
-        (["--model.lr", "fast"], "model.lr"),
-        (["--model.optimizer", "adam"], "model.optimizer"),
-        (["--model.overrides", "{width: 3}"], "no field 'width'"),
-        (["--model.preset", "gpt3"], "'gpt3' is not one of proxy"),
-        (["--model.lr", "-1"], "lr=-1"),
-        (["--trainer.plugins", "BF16Carry"], "trainer.plugins"),
-        (["--trainer.plugins.init_args.mantissa", "2"], "mantissa"),
-        (["--trainer.plugins.init_args.sites", "bf16"], "preset 'bf16'"),
-        (["--trainer.plugins.init_args.layers", "[5]"], "layers=[5]"),
-        (["--trainer.callbacks+=QKGard"], "QKGard"),
-        ([f"--trainer.callbacks+={callback('QKGuard', treshold=3)}"], "treshold"),
-        ([f"--trainer.callbacks+={callback('QKGuard', threshold=-3)}"], "threshold=-3"),
-        ([f"--trainer.callbacks+={callback('RouteSplice', route='qkv')}"], "route 'qkv'"),
-        (
-            [f"--trainer.callbacks+={callback('RouteSplice')}", "--trainer.plugins", "null"],
-            "RouteSplice needs a plugin",
-        ),
-        (["--data", "Corpus"], "data"),
-        (["--data.init_args.train", "/nowhere/train.bin"], "/nowhere/train.bin"),
-        (["--data.init_args.batch_size", "0"], "batch_size=0"),
-        (["--run.arm", "a/b"], "run.arm='a/b'"),
-        (["--run.experiment", ""], "run.experiment=''"),
-        (["--seed_everything", "false"], "seed_everything"),
-        (["-c", "nowhere.yaml"], "nowhere.yaml"),
-        (["--ckpt_path", "/nowhere/last.ckpt"], "/nowhere/last.ckpt"),
-        (["--model.overrides.vocab_size", "16"], "set model.overrides.vocab_size to at least 32"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_is_wrong_is_named(
-    tmp_path: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str], extra: list[str], named: str
-) -> None:
-    assert named in failure(["fit", *run_args(tmp_path, tokens, steps=1), *extra], capsys)
-
-
-def test_a_wrong_yaml_names_its_key(tmp_path: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    for text, named in (
-        ("trainer: {max_stepz: 3}", "max_stepz"),
-        ("modle: {lr: 1}", "modle"),
-        ("trainer: {plugins: {class_path: BF16CarryAttention, init_args: {carry: 2, sies: fp32}}}", "sies"),
-        ("trainer: {callbacks+: [{class_path: Guard}]}", "Guard"),
-        ("model: {lr: [", "line 2"),
-    ):
-        (tmp_path / "wrong.yaml").write_text(text)
-        args = [*run_args(tmp_path, tokens), "-c", str(tmp_path / "wrong.yaml")]
-        assert named in failure(["fit", *args], capsys), text
-        with pytest.raises(ValueError, match=named):
-            resolve_run(args)
-    assert not run_dir(tmp_path).exists()
-
-
-def test_errors_inside_training_can_be_shown_in_full(
-    tmp_path: Path, tokens: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LIGHTNING_QK_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="lr=-1"):
-        main(["fit", *run_args(tmp_path, tokens), "--model.lr", "-1"])
+# errors: see also test_bad_input.py
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b"])
@@ -345,13 +282,6 @@ def test_a_checkpoint_is_evaluated_and_its_run_left_alone(
     key = "loss/val" if subcommand == "validate" else "loss/test"
     (value,) = re.findall(rf"{key}\W+([\d.]+)", shown)  # a table with rich, plain columns without
     assert float(value) == pytest.approx(verdict["val_loss"], rel=1e-5)
-
-
-def test_evaluating_a_run_without_a_checkpoint_is_an_error(
-    tmp_path: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = failure(["validate", *evaluate_args(tmp_path, tokens), "--ckpt_path", "last"], capsys)
-    assert f"{run_dir(tmp_path)} has no checkpoint" in message
 
 
 def test_threads_can_be_set_from_outside(

@@ -96,9 +96,25 @@ def test_a_model_option_changes_what_it_names_only(path: Path) -> None:
 
 @pytest.mark.parametrize("hardware", HARDWARE, ids=stem)
 def test_every_hardware_resolves(hardware: Path) -> None:
-    base = CONFIGS / "base.yaml", CONFIGS / "proxy.yaml"
+    base = CONFIGS / "base.yaml", CONFIGS / "gpt2_small.yaml"
     run = resolve_run(files(*base, hardware))
     assert run.config_hash != resolve_run(files(*base)).config_hash
+
+
+def test_there_is_hardware_of_every_kind() -> None:
+    assert {path.stem for path in HARDWARE} == {"cpu", "gpu", "ddp", "fsdp2", "slurm"}
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "slurm"])
+def test_hardware_of_several_devices_makes_its_strategy(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    several = files(CONFIGS / "base.yaml", CONFIGS / "proxy.yaml", CONFIGS / "hardware" / f"{name}.yaml")
+    cli = build([*several, "--trainer.accelerator", "cpu", "--trainer.devices", "2"], run=False)
+    assert type(cli.trainer.strategy).__name__ == {"fsdp2": "ModelParallelStrategy"}.get(name, "DDPStrategy")
+    assert cli.trainer.world_size == 2
+    assert type(cli.trainer.strategy.checkpoint_io).__name__ == "WholeCheckpointIO"
 
 
 def sizes(path: Path) -> list[str]:

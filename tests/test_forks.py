@@ -11,11 +11,12 @@ import torch
 import yaml
 from sweep_lab import Lab
 
-from lightning_qk.checkpoints import Fork, global_step
+from lightning_qk.checkpoints import global_step
 from lightning_qk.cli import main, resolve_run
 from lightning_qk.events import read_history
 from lightning_qk.experiment import SweepError, parse_sweep
 from lightning_qk.experiment_arms import expand_forks
+from lightning_qk.fork import Fork
 from lightning_qk.verdict import read_verdict
 
 STUDENT = Path(__file__).parents[1] / "configs" / "student_teacher"

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tied_rows import D, bias, case
 from torch import Tensor
 
 from kernels import RoundingSites, streaming_attention
+from kernels.tied_rows import D, bias, case
 
 SCORES = {"s": "bf16", "s_scaled": "bf16", "s_bwd": "bf16"}
 NARROW_SCORES = RoundingSites.build("fa2", SCORES)

@@ -49,6 +49,16 @@ def test_broken_manifest_is_named(lab: Lab) -> None:
         lab.sweep().run()
 
 
+def test_a_changed_manifest_is_named(lab: Lab) -> None:
+    assert lab.sweep(experiment=lab.experiment((0,))).run() == 0
+    path = lab.path("experiment.json")
+    path.write_text(path.read_text().replace('"fault"', '"faulty"'))
+    with pytest.raises(SweepError, match=r"experiment.json: broken \(.*was changed or damaged after it was written"):
+        lab.sweep().run()
+    with pytest.raises(ValueError, match=r"experiment.json: broken \(.*was changed or damaged after it was written"):
+        read_experiment(lab.path(""))
+
+
 def test_version_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package"
     package.mkdir()

@@ -21,14 +21,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tied_rows
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import PRESETS, RoundingSites, reference, streaming_attention, triton_attention
+from kernels import PRESETS, RoundingSites, reference, streaming_attention, tied_rows, triton_attention
 from kernels.reference import Plan
 from kernels.rounding import Rounding, split_seed
 from kernels.sites import SITE_NAMES

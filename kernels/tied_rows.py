@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import RoundingSites, streaming_attention
+from kernels.sites import RoundingSites
+from kernels.streaming import streaming_attention
 
 T, D, HEADS, CODES = 1024, 64, 2, 32
 
@@ -51,8 +52,10 @@ def bias(
     qkvg: list[Tensor], sites: RoundingSites | str, tile: int, seed: int = 0, device: str = "cpu", backend: str = "auto"
 ) -> Bias:
     q, k, v, dout = qkvg
-    on_device = (x.to(device) for x in (q, k, v))
-    result = streaming_attention(*on_device, sites=sites, tile=tile, causal=False, seed=seed, backend=backend)
+    there = [x.to(device) for x in (q, k, v)]
+    result = streaming_attention(
+        there[0], there[1], there[2], sites=sites, tile=tile, causal=False, seed=seed, backend=backend
+    )
     assert (result.tied_rows == T).all()
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     error = result.out.double().cpu() - exact

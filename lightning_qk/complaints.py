@@ -1,0 +1,161 @@
+"""What is wrong, in a line: the parser buries it in its usage and in every type that did not fit."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+import yaml
+
+from lightning_qk.overlays import files_of, has_key, read_mapping
+
+_KEY = re.compile(r"Parser key \"?([\w.+]+)\"?:")
+_CLASS = re.compile(r"Problem with given class_path '([\w.]+)':")
+_UNKNOWN_CLASS = re.compile(
+    r"Expected a dot import path string: (\S+)|No module named '(\S+)'|Unable to import '(\S+)'"
+)
+_NOT_ACCEPTED = re.compile(r"(?:Option|Key) '([\w.+]+)' is not (?:accepted|expected)")
+_NO_OPTION = re.compile(r"(?:Subcommand '\w+'|Group '([\w.]+)') does not accept option '([\w.+]+)'")
+_EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value: (.*))?$")
+_GIVEN = re.compile(r"Given value: (?:NestedArg\(key='[^']*', val=(.*)\)|(.*))$")
+_PARSERS = re.compile(f"{_KEY.pattern}|{_CLASS.pattern}|{_NOT_ACCEPTED.pattern}|Does not validate against")
+# lines that only say which other types did not fit, or what they are
+_NOISE = re.compile(
+    r"Import path \S+ does not correspond to a subclass|Expected a <class '(NoneType|list|dict)'>|Expected a path but"
+    r"|Subtypes: |Errors:|Does not validate against|Given value|Subclass types expect|a class path \(str\)|a dict with"
+    r"|Not a valid subclass of|Expect one of"
+)
+
+
+def complain(error: Exception, args: Sequence[str]) -> int:
+    """Says on stderr what is wrong, as its last line, and returns the exit status for that.
+
+    Raises:
+        Exception: the error itself, where LIGHTNING_QK_TRACEBACK asks for it.
+    """
+    if os.environ.get("LIGHTNING_QK_TRACEBACK"):
+        raise error
+    said = " ".join(explain(str(error), args).split())
+    print(f"(LIGHTNING_QK_TRACEBACK=1 shows where)\nerror: {said}", file=sys.stderr)
+    return 2
+
+
+def explain(message: str, args: Sequence[str], keys: Collection[str] = ()) -> str:
+    """The parser's message as a line that names the key, what is wrong with it, the file it is in, and a remedy.
+
+    What is not recognised is returned as it is.
+
+    Args:
+        message: the parser's own.
+        args: the arguments that it parsed.
+        keys: the dotted keys that it knows, among which a misspelt one's neighbours are looked for.
+    """
+    message = message.strip()
+    if message.startswith("unrecognized arguments:"):
+        given = message.partition(": ")[2].split()
+        key = given[0].partition("=")[0].lstrip("-")
+        return f"{given[0]}: {_did_you_mean(key, keys)}"
+    if found := _NO_OPTION.search(message):
+        key = ".".join(filter(None, found.groups()))
+        return f"{key}: {_did_you_mean(key, keys)}{_where(key, args)}"
+    if message.startswith(("Problems parsing config", "Unexpected config")):
+        return _broken_file(args) or message
+    if found := re.match(r"Parser key \"config\": File does not exist: '(.*)'", message):
+        return f"-c {found[1]}: no such file."
+    if not _PARSERS.search(message):
+        return message
+    labels, reason = _innermost(message)
+    if reason is None:
+        return message
+    key = labels[0] if labels else ""
+    return ": ".join([*labels, _reworded(reason, labels, message)]) + (_where(key, args) if key else "")
+
+
+def _innermost(message: str) -> tuple[list[str], str | None]:
+    """The line that says what is wrong, and the keys and classes that it stands under."""
+    above: list[tuple[int, str]] = []
+    best: tuple[int, list[str], str] | None = None
+    for line in message.splitlines():
+        text = line.strip().removeprefix("- ")
+        if not text:
+            continue
+        indent = len(line) - len(line.lstrip(" -"))
+        above = [(depth, label) for depth, label in above if depth < indent]
+        label = _KEY.match(text) or _CLASS.match(text)
+        if label is not None:
+            above.append((indent, label[1]))
+            text = text[label.end() :].strip()
+        if not text or _NOISE.match(text) or (best is not None and best[0] >= len(above)):
+            continue
+        best = len(above), [name for _, name in above], text
+    return (best[1], best[2]) if best is not None else ([], None)
+
+
+def _reworded(reason: str, labels: Sequence[str], message: str) -> str:
+    if found := _UNKNOWN_CLASS.match(reason):
+        name = next(filter(None, found.groups()))
+        return f"no class {name!r}. {_nearest(name, class_names(), 'Give the full import path of one of your own')}"
+    if found := _NOT_ACCEPTED.match(reason):
+        return _did_you_mean(found[1], _arguments(labels[-1] if labels else ""), named=True)
+    if found := _EXPECTED.match(reason):
+        given = found[2]
+        if given is None and (value := _GIVEN.search(message)):
+            given = value[1] or value[2]
+        wanted = re.sub(r"<class '([\w.]+)'>", r"\1", found[1])
+        wanted = re.sub(r"typing\.Literal\[(.*)\]", r"one of \1", wanted).replace("NoneType", "null")
+        return f"expected {wanted}, got {given}."
+    return reason
+
+
+def _did_you_mean(key: str, keys: Iterable[str], named: bool = False) -> str:
+    start = f"{key!r} is not an argument" if named else "no such key"
+    return f"{start}. {_nearest(key, keys, 'See --help')}"
+
+
+def _nearest(name: str, names: Iterable[str], otherwise: str) -> str:
+    names = sorted(set(names))
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f"Did you mean {close[0]}?"
+    return f"It takes {', '.join(names)}." if 0 < len(names) <= 20 else f"{otherwise}."
+
+
+def class_names() -> list[str]:
+    """Short names of the project's classes and of Lightning's callbacks, which a YAML may give as ``class_path``."""
+    modules = ("callbacks", "lightning_qk", "lightning_qk.precision", "lightning.pytorch.callbacks")
+    return [name for module in modules for name in getattr(importlib.import_module(module), "__all__", ())]
+
+
+def _arguments(class_path: str) -> list[str]:
+    module, _, name = class_path.rpartition(".")
+    try:
+        return [key for key in inspect.signature(getattr(importlib.import_module(module), name)).parameters]
+    except (ImportError, AttributeError, ValueError, TypeError):  # the label is a key, not a class
+        return []
+
+
+def _where(key: str, args: Sequence[str]) -> str:
+    """The last configuration file that has the key, unless the command line has it too and so the last word."""
+    if any(arg.partition("=")[0].lstrip("-").rstrip("+").startswith(key) for arg in args if arg.startswith("--")):
+        return ""
+    files = [file for file in files_of(args) if has_key(read_mapping(file), key)]
+    return f" (in {files[-1]})" if files else ""
+
+
+def _broken_file(args: Sequence[str]) -> str | None:
+    for file in files_of(args):
+        try:
+            content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            return f"-c {file}: not YAML: {' '.join(str(error).split())}"
+        except (OSError, UnicodeDecodeError) as error:
+            return f"-c {file}: {error}"
+        if not isinstance(content, dict):
+            return f"-c {file}: holds {str(content)[:40]!r}; a configuration is a mapping of keys."
+    return None
