@@ -305,7 +305,7 @@ SWEEPS: list[tuple[str, list[str], str]] = [
     ("name: x", [], "a sweep needs at least one of each"),
     ("{name: x, arms: {a: none.yaml}}", [], "arm a: no such file"),
     ("{name: x, arms: {a: arm.yaml}}", ["--seeds", "1,b"], "seeds: 'b' is not a whole number"),
-    ("{name: x, arms: {a: arm.yaml}, seeds: [1, 1]}", [], "must be different and not negative"),
+    ("{name: x, arms: {a: arm.yaml}, seeds: [1, 1]}", [], "must be different, not negative and below 2^32"),
     ("{name: x, arms: {a: arm.yaml}}", ["--only", "b"], "only: b: not an arm; the arms are a"),
     ("{name: x, arms: {a: arm.yaml}, report: {reference: b}}", [], "report.reference: 'b' is not an arm"),
     ("{name: x, arms: {a: arm.yaml}, overrides: {run.arm: b}}", [], "run.arm is the sweep's own"),
@@ -313,7 +313,7 @@ SWEEPS: list[tuple[str, list[str], str]] = [
     ("{name: x, arms: {a: arm.yaml}}", ["--size", "large"], "size: 'large' is not one of none"),
     ("{name: x, arms: {a: arm.yaml}}", ["--executor", "cloud"], "cloud"),
     ("{name: x, arms: {a: arm.yaml}, sedes: [1]}", [], "sedes"),
-    ("{name: x, arms: {a: wrong.yaml}}", [], "arm a (wrong.yaml), seed 0: model.lrr: no such key"),
+    ("{name: x, arms: {a: wrong.yaml}}", [], "arm a (wrong.yaml): model.lrr: no such key"),
 ]  # fmt: skip
 
 
