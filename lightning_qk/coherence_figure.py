@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from lightning_qk.error_coherence import Errors
+from lightning_qk.events import FloatArray
 from lightning_qk.figures import DASHES, LINE, MUTED, STYLE, line_styles, save
 from lightning_qk.outcomes import TESTED_RUNAWAY, ran_away
-from lightning_qk.runs import Arm
+from lightning_qk.runs import Arm, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SHAPES = dict(zip(DASHES, "osD^", strict=True))
 """Marks of arms that share a colour, as lines differ in dashes elsewhere."""
-AROUND = 2.5
-"""Factor from the sizes to the ends of their axis: so at least two of 1, 2, 5, 10, ... are on it."""
+AROUND = 2.0
+"""Factor from the sizes to the ends of their axis, so that one of 1, 2, 5, 10, ... is on it."""
+MARK = 6.5
+"""Points from one mark to the next that it does not cover."""
+LANES = tuple((MARK * lane, 0.0) for lane in (0, 1, -1, 2, -2))
+"""How far aside an arm may lie."""
 
 
 def draw_coherence(arms: Sequence[Arm], healthy: Collection[str], errors: Errors, out: Path) -> None:
@@ -36,73 +43,97 @@ def draw_coherence(arms: Sequence[Arm], healthy: Collection[str], errors: Errors
     routes = list(dict.fromkeys(suffix for found in errors.values() for suffix in found))
     styles = line_styles(arms, healthy)
     with matplotlib.rc_context(STYLE):
-        height = 1.5 + max(2.8, LINE * len(shown) / 72)
-        margin = min(3.2, 0.95 + 0.075 * max(len(arm.name) for arm in shown))
+        above = 0.95 if len(routes) > 1 else 0.75
+        height = above + max(2.8, LINE * len(shown) / 72) + 0.5
+        margin = min(3.35, 1.1 + 0.075 * max(len(arm.name) for arm in shown))
         figure = Figure(figsize=(9, height), dpi=200, facecolor="white")
         (panels,) = figure.subplots(1, len(routes), sharex=True, sharey=True, squeeze=False)
-        top, bottom = 1 - 0.95 / height, 0.5 / height
+        top, bottom = 1 - above / height, 0.5 / height
         figure.subplots_adjust(left=0.075, right=1 - margin / 9, top=top, bottom=bottom, wspace=0.08)
+        _scale(panels[0], [error.relative for found in errors.values() for error in found.values()])
         for axes, route in zip(panels, routes, strict=True):
-            for arm in shown:
-                _marks(axes, arm, route, errors, styles[arm.name])
+            _marks(axes, shown, route, errors, styles)
             axes.set_title(route.lstrip("/"), loc="left", weight="bold", fontsize=9.5)
             axes.set_xlabel("Sign-coherence of the error", color=MUTED, fontsize=9)
             axes.tick_params(labelsize=8.5)
-        _finish_axes(panels[0], [error.relative for found in errors.values() for error in found.values()])
         _name_arms(panels[-1], shown, styles)
         name = ", ".join(dict.fromkeys(run.path.parent.parent.name for arm in shown for run in arm.runs))
         figure.text(0.065, 1 - 0.12 / height, name, fontsize=13, weight="bold", va="top")
+        low, high = panels[0].get_xlim()
+        aside = LANES[-2][0] / 72 * (high - low) / (panels[0].get_position().width * 9)
         note = (
-            f"Error of the gradient, a mark a run: means before it collapsed or a logit passed {TESTED_RUNAWAY:,}; "
-            "filled: it did; hollow: it did not"
+            f"Mean error of a run until it collapsed or a logit passed {TESTED_RUNAWAY:,} (filled; hollow: neither); "
+            f"aside, by up to {aside:.2f}, where arms coincide"
         )
         figure.text(0.065, 1 - 0.42 / height, note, color=MUTED, fontsize=8.5, va="top")
         save(figure, out / "coherence")
 
 
-def _marks(axes: Axes, arm: Arm, route: str, errors: Errors, style: dict[str, Any]) -> None:
-    for run in arm.counted:
-        error = errors.get(run.path, {}).get(route)
-        if error is not None:
-            left = run.collapsed or ran_away(run, TESTED_RUNAWAY)
-            axes.plot([error.coherence], [error.relative], zorder=3, clip_on=False, **_mark(style, filled=bool(left)))
+def _marks(axes: Axes, arms: Sequence[Arm], route: str, errors: Errors, styles: Mapping[str, dict[str, Any]]) -> None:
+    """Every run on one route, an arm's all as far aside as it takes, in whole marks, to cover the fewest of others."""
+    from matplotlib.transforms import Affine2D
+
+    to_points = axes.transData + Affine2D().scale(72 / axes.figure.dpi)
+    placed: FloatArray = np.empty((0, 2))
+    for arm in arms:
+        runs = [run for run in arm.counted if route in errors.get(run.path, {})]
+        if not runs:
+            continue
+        points = to_points.transform([errors[run.path][route] for run in runs])
+        # of each lane, how many marks lie on others there
+        covered = [(np.abs(points[:, None] + lane - placed).max(axis=-1) < 0.99 * MARK).sum() for lane in LANES]
+        points += LANES[int(np.argmin(covered))]
+        placed = np.concatenate([placed, points])
+        for run, place in zip(runs, to_points.inverted().transform(points), strict=True):
+            axes.plot(*place[:, None], clip_on=False, **_mark(styles[arm.name], filled=_left(run)))
+
+
+def _left(run: Run) -> bool:
+    return run.collapsed or bool(ran_away(run, TESTED_RUNAWAY))
 
 
 def _mark(style: dict[str, Any], filled: bool) -> dict[str, Any]:
-    """A mark in an arm's colour; a white rim parts filled ones that lie on each other."""
-    colour, shape = style["color"], SHAPES[style["linestyle"]]
-    mark = {"linestyle": "", "marker": shape, "color": colour, "markersize": 7}
+    """A mark in an arm's colour: where some lie on others, rims part the filled ones, and hollow ones are on top."""
+    mark = {"linestyle": "", "marker": SHAPES[style["linestyle"]], "color": style["color"]}
     if filled:
-        return mark | {"markeredgecolor": "white", "markeredgewidth": 0.8}
-    return mark | {"markerfacecolor": "none", "markeredgewidth": 1.4, "markersize": 6.2}
+        return mark | {"markersize": 6.5, "markeredgecolor": "white", "markeredgewidth": 0.6, "zorder": 3}
+    return mark | {"markersize": 5.2, "markerfacecolor": "none", "markeredgewidth": 1.3, "zorder": 4}
 
 
-def _finish_axes(axes: Axes, sizes: Sequence[float]) -> None:
+def _scale(axes: Axes, sizes: Sequence[float]) -> None:
     """Scales of the panels, which share them."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = min(sizes) / AROUND, max(sizes) * AROUND
-    axes.set_xlim(-0.03, 1.03)
+    axes.set_xlim(-0.05, 1.05)
+    axes.set_xticks(np.linspace(0, 1, 6))
     axes.set_yscale("log")
     axes.set_ylim(low, high)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 200 else (1,), numticks=6))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_ylabel("Its norm over the clean gradient's", color=MUTED, fontsize=9)
+    axes.set_ylabel("Its norm over the clean gradient's, log scale", color=MUTED, fontsize=9)
 
 
 def _name_arms(axes: Axes, arms: Sequence[Arm], styles: dict[str, dict[str, Any]]) -> None:
-    """The arms beside the panel, each with its mark and how many collapsed."""
-    from matplotlib.lines import Line2D
-
-    beside, inches = axes.transAxes, axes.get_window_extent().height / axes.figure.dpi
+    """The arms beside the panel, each with its mark and how many of its runs left."""
+    box, dpi = axes.get_window_extent(), axes.figure.dpi
+    width, height = 72 * box.width / dpi, 72 * box.height / dpi  # in points
     for index, arm in enumerate(arms):
-        y, style = 1 - LINE * (index + 0.5) / 72 / inches, styles[arm.name]
-        axes.add_line(Line2D([1.03], [y], transform=beside, clip_on=False, **_mark(style, filled=True)))
+        y, style = 1 - LINE * (index + 0.5) / height, styles[arm.name]
+        beside = {"transform": axes.transAxes, "clip_on": False}
+        axes.plot(
+            [1 + 12 / width],
+            [y],
+            scalex=False,
+            scaley=False,
+            **_mark(style, filled=any(map(_left, arm.counted))),
+            **beside,
+        )
         name = axes.text(
-            1.05, y, arm.name, color=style["color"], weight="bold", fontsize=8.5, va="center", transform=beside
+            1 + 19 / width, y, arm.name, color=style["color"], weight="bold", fontsize=8.5, va="center", **beside
         )
         axes.annotate(
-            f"{arm.k}/{arm.n}", (1, 0.5), (6, 0), xycoords=name, textcoords="offset points", color=MUTED, fontsize=8.5,
-            va="center",
+            f"{sum(map(_left, arm.counted))}/{arm.n}", (1, 0.5), (6, 0), xycoords=name, textcoords="offset points",
+            color=MUTED, fontsize=8.5, va="center",
         )  # fmt: skip
