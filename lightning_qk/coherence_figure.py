@@ -121,7 +121,7 @@ def _name_arms(axes: Axes, arms: Sequence[Arm], styles: dict[str, dict[str, Any]
     width, height = 72 * box.width / dpi, 72 * box.height / dpi  # in points
     for index, arm in enumerate(arms):
         y, style = 1 - LINE * (index + 0.5) / height, styles[arm.name]
-        beside = {"transform": axes.transAxes, "clip_on": False}
+        beside: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
         axes.plot(
             [1 + 12 / width],
             [y],
