@@ -206,7 +206,11 @@ class ErrorShaping(CleanGradientCallback):
             logger.log_metrics({tag: self.coherences[-1]}, step=trainer.global_step)
 
     def verdict_fields(self) -> dict[str, Any]:
-        """What the run's verdict takes from here: the mean over the windows that are complete."""
+        """What the run's verdict takes from here.
+
+        ``error_coherence`` is the mean over all complete windows, those after a collapse too, whose consequence it is
+        then. The report reads the windows themselves, up to the collapse.
+        """
         windows = self.coherences
         return {
             f"error_coherence{self._suffix}": sum(windows) / len(windows) if windows else None,

@@ -141,10 +141,16 @@ def comparison_table(title: str, compared: Mapping[str, Mapping[str, Any]]) -> T
     )
 
 
+def ran_away(run: Run, size: float) -> bool | None:
+    """Whether the largest logit passed a size, None where it is not known; one that is not finite passed any."""
+    peak = run.number("max_logit_peak")
+    return None if peak is None else not peak <= size
+
+
 def runaways(arm: Arm, size: float) -> tuple[int, int]:
-    """How many runs' largest logit passed a size, of how many; one that is not finite passed any."""
-    peaks = arm.values("max_logit_peak")
-    return sum(not peak <= size for peak in peaks), len(peaks)
+    """How many runs' largest logit passed a size, of how many."""
+    known = [passed for run in arm.counted if (passed := ran_away(run, size)) is not None]
+    return sum(known), len(known)
 
 
 def runaway_row(arm: Arm, compared: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, str]:

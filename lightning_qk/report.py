@@ -2,9 +2,10 @@
 
 The report reads run directories only, never configurations. It prints its tables and writes them as `report.md` and
 `report.tex`; the numbers as `report.csv` (one row a run) and `arms.csv` (one row an arm); the curves as `figure.png`
-and `figure.svg`, survival as `survival.png` and `survival.svg`; `extrapolation.csv`, `.png` and `.svg` where the
-experiment asks for a fit of its collapse steps; and the directory `aggregate/` for TensorBoard. A run
-without a verdict is named as unfinished and never counted; what is missing, broken or not finite is named too.
+and `figure.svg`, survival as `survival.png` and `survival.svg`; `coherence.png` and `.svg` where runs read
+the error of their gradient (`ErrorShaping`); `extrapolation.csv`, `.png` and `.svg` where the experiment asks for a fit
+of its collapse steps; and the directory `aggregate/` for TensorBoard. A run without a verdict is named as unfinished
+and never counted; what is missing, broken or not finite is named too.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from typing import Any
 import numpy as np
 from jsonargparse import ArgumentParser
 
-from lightning_qk import crash_rule, extrapolation
+from lightning_qk import crash_rule, error_coherence, extrapolation
 from lightning_qk.activation import activation_table
 from lightning_qk.alarms import PREFIX, alarm_tables, readings
 from lightning_qk.complaints import complain
 from lightning_qk.crash_rule import Judged, judge_all, rule_table
 from lightning_qk.divergence_table import divergence_table
+from lightning_qk.error_coherence import Errors
 from lightning_qk.events import Scalars, read_history
 from lightning_qk.extrapolation import Extrapolation
 from lightning_qk.figures import TAGS
@@ -57,6 +59,7 @@ class Report:
         twins: The healthy twin of an arm, by name.
         scalars: What each run logged, by run directory and tag.
         judged: The runs under every crash rule.
+        errors: The errors of the gradient, of runs that read them.
         compared: Every arm against its `twin`, and `against` the second arm if one was named, by arm.
         extrapolations: What was fitted to the collapse steps, where the experiment asks for it.
         problems: Runs by what is wrong with them.
@@ -67,6 +70,7 @@ class Report:
     twins: Mapping[str, Arm]
     scalars: Scalars
     judged: Judged
+    errors: Errors
     compared: Mapping[str, Mapping[str, Mapping[str, Any]]]
     extrapolations: Sequence[Extrapolation]
     problems: Mapping[str, Sequence[str]]
@@ -86,7 +90,7 @@ def gather(runs: Sequence[Run], reference: str | None = None, against: str | Non
     arms = group_arms(runs)
     twins = pick_twins(arms, reference)
     sides = {"twin": twins} | ({"against": pick_opponents(arms, twins, against)} if against else {})
-    tags = {*TAGS, crash_rule.TAG, *(PREFIX + name for name in readings(arms))}
+    tags = {*TAGS, crash_rule.TAG, *(PREFIX + name for name in readings(arms)), *error_coherence.tags(runs)}
     histories = {run.path: read_history(run.path, tags) for run in runs}
     problems: dict[str, list[str]] = defaultdict(list)
     for arm in arms:
@@ -106,6 +110,7 @@ def gather(runs: Sequence[Run], reference: str | None = None, against: str | Non
         twins=twins,
         scalars=scalars,
         judged=judge_all(arms, scalars),
+        errors=error_coherence.measure(runs, scalars),
         compared={side: comparisons(arms, others) for side, others in sides.items()},
         extrapolations=extrapolations,
         problems=problems,
@@ -125,6 +130,9 @@ def _problems(run: Run, scalars: Mapping[str, Any]) -> Iterator[str]:
     for name in run.warnings:
         if run.counted and PREFIX + name not in scalars:
             yield f"did not log {PREFIX}{name}"
+    for suffix in error_coherence.suffixes([run]):
+        if run.counted and error_coherence.error_of(run, suffix, scalars) is None:
+            yield f"no {error_coherence.COHERENCE}{suffix} of an error before it collapsed or ran away"
     for tag, series in scalars.items():
         if wrong := len(series) - len(series.finite()):
             yield f"{wrong} of {len(series)} values of {tag} are not finite"
@@ -157,6 +165,7 @@ def tables(report: Report) -> list[Table]:
         rule_table(report.arms, report.judged),
         divergence_table(report.arms),
         runaway_table(report.counted, compared),
+        error_coherence.error_table(report.counted, report.errors),
         *extrapolation.tables(report.extrapolations),
         activation_table(report.arms, report.twins, report.scalars),
         *alarm_tables(report.arms, report.twins, report.scalars),
@@ -184,6 +193,7 @@ def numbers(report: Report) -> list[dict[str, Any]]:
         arm_numbers(
             arm, report.judged, {side: rows[arm.name] for side, rows in report.compared.items() if arm.name in rows}
         )
+        | error_coherence.arm_numbers(arm, report.errors)
         for arm in report.arms
     ]
 
@@ -218,6 +228,7 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 def write(report: Report, out: Path) -> None:
     """Write every output into a directory."""
+    from lightning_qk.coherence_figure import draw_coherence
     from lightning_qk.extrapolation_figure import draw_extrapolation
     from lightning_qk.figures import draw
     from lightning_qk.survival_figure import draw_survival
@@ -230,6 +241,9 @@ def write(report: Report, out: Path) -> None:
     if report.counted:
         draw_survival(report.counted, report.twins, report.healthy, out)
         figures.append(out / "survival.png")
+    if report.errors:
+        draw_coherence(report.arms, report.healthy, report.errors, out)
+        figures.append(out / "coherence.png")
     fitted = [one for one in report.extrapolations if one.fits]
     if fitted:
         draw_extrapolation(fitted, out)
@@ -243,7 +257,11 @@ def write(report: Report, out: Path) -> None:
         parts += ["## Remarks", "\n".join(f"- {line}" for line in remarks(report).splitlines())]
     write_text_atomic(out / "report.md", "\n\n".join(parts) + "\n")
     write_text_atomic(out / "report.tex", as_latex(content))
-    rows = [run_numbers(arm, run, report.judged) for arm in report.arms for run in arm.runs]
+    rows = [
+        run_numbers(arm, run, report.judged) | error_coherence.run_numbers(run, report.errors)
+        for arm in report.arms
+        for run in arm.runs
+    ]
     write_text_atomic(out / "report.csv", as_csv(rows))
     write_text_atomic(out / "arms.csv", as_csv(numbers(report)))
 
@@ -297,6 +315,7 @@ def main(args: list[str] | None = None) -> int:
         print(as_json(report))
     else:
         print(f"{as_text(tables(report))}\n\n{remarks(report)}")
-        more = ", extrapolation.*" if any(one.fits for one in report.extrapolations) else ""
+        more = ", coherence.*" if report.errors else ""
+        more += ", extrapolation.*" if any(one.fits for one in report.extrapolations) else ""
         print(f"written to {out}: report.md, report.tex, report.csv, arms.csv, figure.*, survival.*{more}, aggregate/")
     return 0

@@ -150,3 +150,11 @@ def test_no_file_sets_the_precision_that_the_plugin_owns(path: Path) -> None:
     content = yaml.safe_load(path.read_text())
     assert "precision" not in content.get("trainer", {})
     assert path.read_text().startswith("# ")  # says what it is
+
+
+def test_the_entry_experiment_reads_the_error_of_the_fault_itself() -> None:
+    experiment = yaml.safe_load((CONFIGS / "experiments" / "entry.yaml").read_text())
+    read, fault = (yaml.safe_load((CONFIGS / "arms" / f"{arm}.yaml").read_text()) for arm in ("error_itself", "fault"))
+    assert experiment["arms"]["error_itself"] == "../arms/error_itself.yaml"
+    callback = {"class_path": "ErrorShaping", "init_args": {"mode": "itself"}}
+    assert read["trainer"] == {**fault["trainer"], "callbacks+": [callback]}

@@ -16,7 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_qk import figures, survival_figure
+from lightning_qk import coherence_figure, figures, survival_figure
+from lightning_qk.coherence_figure import draw_coherence
+from lightning_qk.error_coherence import measure
 from lightning_qk.events import Scalars, Series, read_scalars
 from lightning_qk.figures import DASHES, INK, PALETTE, _ceiling, _median, _smooth, _spread, draw, line_styles
 from lightning_qk.runs import Arm, find_runs, group_arms, pick_twins
@@ -35,8 +37,9 @@ def experiment(tmp_path: Path) -> Path:
         for seed in range(3):
             status = "collapsed" if index % 2 else "completed"
             loss = [3.0 - 0.1 * step + (0.3 * step if index % 2 else 0.0) for step in range(10)]
+            logged = {"loss/train": loss, "error/coherence": [1.0] * 10, "error/relative": [0.1] * 10}
             steps = {"collapse_step": 20 + 10 * seed} if index % 2 else {"guard_step": 10}
-            write_run(tmp_path / "demo", name, seed, status, logged={"loss/train": loss}, **steps)
+            write_run(tmp_path / "demo", name, seed, status, logged=logged, error_coherence=1.0, **steps)
     return tmp_path / "demo"
 
 
@@ -54,7 +57,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
         figure.draw_without_rendering()
         found[path.name] = figure
 
-    for module in (figures, survival_figure):
+    for module in (figures, survival_figure, coherence_figure):
         monkeypatch.setattr(module, "save", keep)
     return found
 
@@ -69,7 +72,12 @@ def draw_lifetimes(experiment: Path) -> None:
     draw_survival(arms, pick_twins(arms, "fp32"), {"fp32"}, experiment)
 
 
-@pytest.mark.parametrize("make", [draw_curves, draw_lifetimes])
+def draw_errors(experiment: Path) -> None:
+    arms, scalars = read(experiment)
+    draw_coherence(arms, {"fp32"}, measure([run for arm in arms for run in arm.runs], scalars), experiment)
+
+
+@pytest.mark.parametrize("make", [draw_curves, draw_lifetimes, draw_errors])
 def test_no_label_lies_on_another_with_twelve_arms(
     make: Callable[[Path], None], experiment: Path, drawn: dict[str, Figure], monkeypatch: pytest.MonkeyPatch
 ) -> None:
