@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import re
-import shlex
 from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_qk.complaints import explain
 from lightning_qk.experiment_arms import SweepError, expand_forks, expand_grid, grid_keys, pick_references
 from lightning_qk.fork import Fork
 from lightning_qk.overlays import find_config
@@ -190,7 +190,7 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
     try:
         options = sweep_parser(description).parse_args(args)
     except ArgumentError as error:
-        raise SweepError(f"sweep {shlex.join(args)}: {error}; see --help") from error
+        raise SweepError(explain(str(error), args)) from error
     if len(options.config or []) != 1:
         raise SweepError("-c: give exactly one experiment, e.g. -c configs/experiments/demo.yaml")
     if options.name is None:

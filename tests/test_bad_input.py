@@ -300,7 +300,7 @@ def test_a_traceback_on_request(tmp_path: Path, tokens: dict[str, Any], monkeypa
 
 SWEEPS: list[tuple[str, list[str], str]] = [
     ("{}", [], "name: missing in"),
-    ("", [], "Unexpected config"),
+    ("", [], "holds 'None'"),
     ("name: a/b", [], "name: 'a/b' names a directory"),
     ("name: x", [], "a sweep needs at least one of each"),
     ("{name: x, arms: {a: none.yaml}}", [], "arm a: no such file"),

@@ -123,8 +123,8 @@ def test_a_job_that_is_killed_while_it_is_watched(lab: Lab, monkeypatch: pytest.
     sweep = jobs(lab)
     begin = sweep.display.begin
 
-    def begin_and_kill(**counts: Any) -> None:
-        begin(**counts)
+    def begin_and_kill(*args: Any, **counts: Any) -> None:
+        begin(*args, **counts)
         os.kill(read_attempt(lab.path("fp32/seed_0"))["watcher"], signal.SIGKILL)
 
     monkeypatch.setattr(sweep.display, "begin", begin_and_kill)

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import callbacks
 from callbacks import (
+    ComputeAccount,
     DivergenceStop,
     GradientDriftMonitor,
     LastBinMonitor,
@@ -24,6 +25,7 @@ from callbacks import (
     PrecisionSwitch,
     QKGuard,
     RouteSplice,
+    StepProfile,
 )
 from lightning_qk.precision import GradientFault, MXTraining
 
@@ -65,7 +67,7 @@ def test_one_training_step_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     trace.watch(stop, "on_train_batch_end", "divergence judges")
     trace.watch(guard, "on_train_batch_end", "guard looks")
     trace.watch(formats, "change", "policy changes")
-    watching = [switch, splice, momentum, stop, guard, attribution, last_bin, drift]
+    watching = [switch, splice, momentum, stop, guard, attribution, last_bin, drift, ComputeAccount(), StepProfile(1)]
     trainer(tmp_path, watching, plugin, max_steps=3).fit(model, data())
     step = [*PASSES, *REST]
     assert trace == [*step, *step, "policy changes", "forward(exact)", "backward(exact)", *REST]

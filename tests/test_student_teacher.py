@@ -230,7 +230,7 @@ class TestCommandLine:
         return [
             *(part for file in files for part in ("-c", str(file))),
             *(f"--trainer.max_steps={steps}", "--trainer.log_every_n_steps=1", "--run.root", str(root)),
-            *("--trainer.val_check_interval=2", f"--trainer.callbacks=[{EVERY_2}]"),
+            *("--trainer.val_check_interval=2", "--trainer.callbacks=[]", f"--trainer.callbacks=[{EVERY_2}]"),
             *("--model.init_args.width=32", "--data.init_args.batch_size=32", "--data.init_args.val_batches=1"),
         ]
 
