@@ -266,7 +266,8 @@ def _pick_size(sizes: Mapping[str, Mapping[str, Any]], name: str | None) -> tupl
     if name is None:
         return next(iter(sizes.values()), {}), ""
     if name not in sizes:
-        raise SweepError(f"size: {name!r} is not one of {', '.join(sizes) or 'none: this experiment has no sizes'}")
+        there = f"the sizes are {', '.join(sizes)}" if sizes else "this experiment has none"
+        raise SweepError(f"size: {name!r} is not a size; {there}")
     return sizes[name], "" if name == next(iter(sizes)) else f"_{name}"
 
 
