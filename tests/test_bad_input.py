@@ -310,7 +310,7 @@ SWEEPS: list[tuple[str, list[str], str]] = [
     ("{name: x, arms: {a: arm.yaml}, report: {reference: b}}", [], "report.reference: 'b' is not an arm"),
     ("{name: x, arms: {a: arm.yaml}, overrides: {run.arm: b}}", [], "run.arm is the sweep's own"),
     ("{name: x, arms: {a: arm.yaml}, grid: {model.lr: []}}", [], "grid.model.lr: [] must be a list of different"),
-    ("{name: x, arms: {a: arm.yaml}}", ["--size", "large"], "size: 'large' is not one of none"),
+    ("{name: x, arms: {a: arm.yaml}}", ["--size", "large"], "size: 'large' is not a size; this experiment has none"),
     ("{name: x, arms: {a: arm.yaml}}", ["--executor", "cloud"], "cloud"),
     ("{name: x, arms: {a: arm.yaml}, sedes: [1]}", [], "sedes"),
     ("{name: x, arms: {a: wrong.yaml}}", [], "arm a (wrong.yaml): model.lrr: no such key"),
