@@ -222,7 +222,7 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
         reference=None if twins or isinstance(reference, dict) else reference,
         bases=bases | forked,
         twins=twins,
-        points={arm: {key: arm_overrides[arm][key] for key in keys} for arm in bases if keys},
+        points={arm: {k: v for k, v in arm_overrides[arm].items() if k in keys} for arm in bases if keys},
         extrapolate=_extrapolation(options.report.extrapolate, options.grid),
         forks=forks,
         scaling_law=options.report.scaling_law,

@@ -47,10 +47,10 @@ def expand_grid(
 
 def _axis(key: str, values: Any) -> list[tuple[str, Mapping[str, Any]]]:
     """The points of one axis of a grid: what each is called and what it sets."""
-    if isinstance(values, Mapping):
+    if isinstance(values, Mapping) and values:
         return list(values.items())
     if not values or len({json.dumps(value) for value in values}) < len(values):
-        raise SweepError(f"grid.{key}: {values} must be a list of different values")
+        raise SweepError(f"grid.{key}: {values} must be a list of different values, or named points")
     return [(f"{key.rpartition('.')[2]}_{_in_name(value)}", {key: value}) for value in values]
 
 
@@ -85,9 +85,9 @@ def expand_forks(
 
 
 def grid_keys(grid: Mapping[str, Any]) -> list[str]:
-    """The dotted keys that a grid sets."""
-    points = [next(iter(values.values())) if isinstance(values, Mapping) else [name] for name, values in grid.items()]
-    return [key for point in points for key in point]
+    """The dotted keys that a grid sets, at some point or all."""
+    axes = [list(values.values()) if isinstance(values, Mapping) else [[name]] for name, values in grid.items()]
+    return list(dict.fromkeys(key for points in axes for point in points for key in point))
 
 
 def pick_references(

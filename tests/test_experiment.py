@@ -210,6 +210,13 @@ def test_sizes_lie_between_the_base_and_the_arm(config: Path, tmp_path: Path) ->
         assert experiment.arm_overrides["fp32"] == ({"a.b": 1} if name == "demo_large" else {})
 
 
+def test_named_points_may_set_different_keys(config: Path) -> None:
+    config.write_text(YAML + "grid: {size: {small: {model.lr: 0.01}, large: {model.lr: 0.02, model.bias: true}}}")
+    _, experiment = parse_sweep(["-c", str(config)], "")
+    assert experiment.points["fp32-small"] == {"model.lr": 0.01}
+    assert experiment.points["fp32-large"] == {"model.lr": 0.02, "model.bias": True}
+
+
 def test_points_of_a_grid_that_share_a_name_are_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config.write_text(YAML + 'grid: {some.name: ["a b", "a_b"]}')
     assert main(["-c", str(config)]) == 2
@@ -248,6 +255,7 @@ def test_dry_run_from_the_command_line(config: Path, tmp_path: Path, capsys: pyt
         (("arms/fault.yaml", "arms/fualt.yaml"), "arm guard: no such file: "),
         (("arm_overrides: {guard", "arm_overrides: {gaurd"), "arm_overrides: 'gaurd' is not an arm"),
         (("name: demo", "name: demo\ngrid: {model.lr: []}"), "grid.model.lr: [] must be a list of different values"),
+        (("name: demo", "name: demo\ngrid: {size: {}}"), "grid.size: {} must be a list of different values, or named"),
         (("name: demo", "name: demo\ngrid: {model.lr: [1, 1]}"), "grid.model.lr: [1, 1] must be a list of different"),
         (("name: demo", "name: demo\ngrid: {model.lr: 1}"), "grid"),
         (("name: demo", "name: demo\nsize: large"), "size: 'large' is not a size; this experiment has none"),
