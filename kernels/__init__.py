@@ -4,8 +4,10 @@
 ``streaming_attention`` runs it. ``mx_quantize`` rounds to microscaling (MX) formats, ``mx_encode`` and ``mx_decode``
 store them; ``nvfp4_quantize`` and ``random_hadamard`` are what goes with them. ``TopSingular`` follows the leading
 singular values of drifting matrices; the two logit bounds come from weights and from activations.
+``widened_bf16_products`` is for CPUs that have no fast bfloat16 products.
 """
 
+from kernels.bf16_products import has_bf16_products, widened_bf16_products
 from kernels.hadamard import random_hadamard
 from kernels.logit_bound import logit_cauchy_schwarz_bound, logit_spectral_bound
 from kernels.mx_blocks import mx_quantize
@@ -24,6 +26,7 @@ __all__ = [
     "SingularTriplets",
     "StreamingOutput",
     "TopSingular",
+    "has_bf16_products",
     "logit_cauchy_schwarz_bound",
     "logit_spectral_bound",
     "mx_decode",
@@ -33,4 +36,5 @@ __all__ = [
     "random_hadamard",
     "round_to",
     "streaming_attention",
+    "widened_bf16_products",
 ]

@@ -53,6 +53,8 @@ def backends(device: str) -> Iterator[tuple[str, str]]:
         "PyTorch's attention",
         "flash, memory-efficient or cuDNN, as PyTorch chooses" if gpu else "CPU kernels of PyTorch",
     )
+    native = gpu or kernels.has_bf16_products()
+    yield "bfloat16 products", "native" if native else "in float32, rounded once: this CPU has none that are fast"
     yield "MX formats", "triton" if gpu else "torch operations (torch.compile fuses them)"
     obstacle = device_obstacle(torch.device(device))
     yield "native MX products", "yes" if obstacle is None else f"no, emulated: {obstacle}"

@@ -7,7 +7,7 @@ the forward and backward pass, a :class:`GradientFault` on the finished gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from typing_extensions import override
 
+from kernels import has_bf16_products, widened_bf16_products
 from lightning_qk.attention import FaultSwitch
 from lightning_qk.mx_policy import MXPolicy
 from lightning_qk.precision.attention_fault import AttentionFault
@@ -29,7 +30,8 @@ from lightning_qk.sites import present_sites
 class FaultPrecision(Precision):
     """Base dtype, faults, and the switch between faulty and clean passes.
 
-    Weights are float32. With ``base="bf16"`` training, validation and the reference pass run under bfloat16 autocast.
+    Weights are float32. With ``base="bf16"`` training, validation and the reference pass run under bfloat16 autocast,
+    on a CPU without bfloat16 products by :func:`kernels.widened_bf16_products`, until the run ends.
     Faults of the passes are on from the forward pass to the end of the backward pass (activation checkpointing
     recomputes there) and off inside :meth:`reference` and, by default, in validation. A fault of the finished gradient
     acts once an optimizer step: after reduction and accumulation, before every callback, clipping and the optimizer.
@@ -66,6 +68,7 @@ class FaultPrecision(Precision):
         self.switch = FaultSwitch()
         self.clean = CleanGradients(self)
         self._module: Any = None
+        self._run = ExitStack()  # what ends with the run
 
     @property
     def faults_in_passes(self) -> bool:
@@ -97,6 +100,9 @@ class FaultPrecision(Precision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         # in place and idempotent: DDP discards the return value, and fit, validate and test each call it
+        self._run.close()
+        if self.base == "bf16" and not has_bf16_products():
+            self._run.enter_context(widened_bf16_products())
         self._module = module  # the LightningModule; `connect` would get DDP's wrapper
         self.switch.on = True
         if self.gradient is not None:
@@ -118,6 +124,7 @@ class FaultPrecision(Precision):
         """Faults and what callbacks asked for end with the run: the model may go on under another plugin, or none."""
         self.switch.on = False
         self.clean.forget()
+        self._run.close()
 
     @override
     def optimizer_step(  # type: ignore[override]
