@@ -26,7 +26,7 @@ def has_bf16_products() -> bool:
 
 @contextmanager
 def widened_bf16_products() -> Generator[None]:
-    """Products of bfloat16 matrices on the CPU run in float32 and are rounded once, in this process and all its threads.
+    """Products of bfloat16 matrices on the CPU run in float32 and are rounded once, in all threads.
 
     Products of other dtypes are untouched.
     """
