@@ -1,4 +1,4 @@
-"""The guide's code runs as it stands, what it names exists, and all of it can be rendered."""
+"""The README's and the guide's code runs as it stands, what they name exists, and the guide can be rendered."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "guide").glob("*.md"))
+READ = [ROOT / "README.md", *PAGES]
 CODE = [
     pytest.param(block, id=f"{page.stem}-{n}")
-    for page in PAGES
+    for page in READ
     for n, block in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S))
 ]
 
@@ -40,13 +41,18 @@ def test_the_bare_loop_needs_no_lightning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", READ, ids=lambda page: page.stem)
 def test_what_a_page_names_is_there(page: Path) -> None:
     text = page.read_text()
     for name in re.findall(r"`((?:lightning_qk|kernels|callbacks)(?:\.\w+)+)`", text):
         assert pkgutil.resolve_name(name) is not None
     for path in re.findall(r"(?:configs|kernels|tests|lightning_qk)/[\w/]+\.(?:yaml|py)", text):
         assert (ROOT / path).is_file(), path
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        path, _, heading = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.is_file(), target
+        assert not heading or re.search(rf"^#+ {heading}$", linked.read_text(), re.M), target
 
 
 @pytest.mark.slow
