@@ -57,7 +57,7 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["--model.lr", "fast"], "model.lr: expected float, got fast"),
     (["--model.lr", "-1"], "lr=-1"),
     (["--model.optimizer", "adam"], "model.optimizer: expected one of 'adamw', 'sgd', 'muon', got adam"),
-    (["--model.overrides", "{width: 3}"], "no field 'width'; its fields are n_layers"),
+    (["--model.overrides", "{width: 3}"], "GPTConfig.width does not exist; it takes n_layers"),
     (["--model.overrides.n_heads=3"], "n_heads=3"),
     (["--model.overrides.vocab_size", "16"], "set model.overrides.vocab_size to at least 32"),
     (["--model.preset", "gpt3"], "'gpt3' is not one of proxy"),
