@@ -13,6 +13,7 @@ from typing_extensions import override
 from callbacks.step import OptimizerStepClock
 from lightning_qk.guarded import refuse_unguarded
 from lightning_qk.sites import adopt_attention
+from lightning_qk.strategies import refuse_strategy
 
 
 class Limit(NamedTuple):
@@ -96,6 +97,7 @@ class EarlyWarning(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_strategy(trainer)
         adopt_attention(pl_module)  # before weights are restored; some read other models
 
     @override

@@ -30,6 +30,7 @@ from lightning_qk.arguments import check_arguments
 from lightning_qk.module import logging_is_due
 from lightning_qk.routes import attention_sites
 from lightning_qk.sites import AttentionSite
+from lightning_qk.strategies import refuse_strategy
 
 ACTIONS: dict[str, type[GuardAction]] = {
     "qk_norm": QKNorm,
@@ -167,6 +168,7 @@ class QKGuard(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_strategy(trainer)
         # before weights are restored: in models of other libraries this is where the switches come from
         attention_sites(pl_module)
         self._action.attach(pl_module)

@@ -38,6 +38,7 @@ from lightning_qk.data import TokenData
 from lightning_qk.fork import Fork
 from lightning_qk.module import GPTModule
 from lightning_qk.overlays import chooses_model, keep_overrides, nest_nulls, refuse_dropped_callbacks
+from lightning_qk.strategies import SPLITS_WEIGHTS
 from lightning_qk.verdict import read_verdict
 
 DONE = ("completed", "collapsed", "nonfinite")
@@ -172,11 +173,7 @@ class QKCLI(LightningCLI):
         strategy = trainer.strategy
         name = str(getattr(strategy, "class_path", strategy)).rpartition(".")[2].lower()
         if name.startswith(("fsdp", "deepspeed")):
-            raise ValueError(
-                f"trainer.strategy: {name} flattens or splits the weights, so that faults and monitors would not find "
-                "the matrices of a route. DDP (configs/hardware/ddp.yaml) and FSDP2 (configs/hardware/fsdp2.yaml, "
-                "ModelParallelStrategy) work."
-            )
+            raise ValueError(f"trainer.strategy: {name} {SPLITS_WEIGHTS}")
 
     def _refuse_endless(self) -> None:
         trainer = self._options.trainer

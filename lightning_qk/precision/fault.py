@@ -24,6 +24,7 @@ from lightning_qk.precision.gradient_fault import GradientFault
 from lightning_qk.precision.matmul_formats import MatmulFormats
 from lightning_qk.routes import attention_sites
 from lightning_qk.sites import present_sites
+from lightning_qk.strategies import refuse_strategy
 
 
 class FaultPrecision(Precision):
@@ -97,6 +98,9 @@ class FaultPrecision(Precision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         # in place and idempotent: DDP discards the return value, and fit, validate and test each call it
+        trainer = getattr(module, "_trainer", None)  # none where a model is converted by itself
+        if trainer is not None:
+            refuse_strategy(trainer)
         self._module = module  # the LightningModule; `connect` would get DDP's wrapper
         self.switch.on = True
         if self.gradient is not None:
