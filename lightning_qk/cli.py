@@ -20,6 +20,7 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -230,6 +231,9 @@ class QKCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         options, run_dir = self._options, self.resolved.run_dir
         kwargs.setdefault("default_root_dir", str(run_dir))
+        if options.trainer.get("enable_progress_bar") is False:  # Lightning would call the base's bar a contradiction
+            listed = self._get(self.config_init, "trainer").callbacks or []
+            kwargs.setdefault("callbacks", [one for one in listed if not isinstance(one, ProgressBar)])
         if options.trainer.get("logger") in (None, True):
             kwargs.setdefault("logger", self._logger() if self.subcommand == "fit" else False)
         if self.subcommand == "fit":

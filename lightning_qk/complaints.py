@@ -36,7 +36,7 @@ _NOISE = re.compile(
 
 
 def complain(error: Exception, args: Sequence[str]) -> int:
-    """Says on stderr what is wrong, as its last line, and returns the exit status for that.
+    """Says on stderr what is wrong, in one line, and returns the exit status for that.
 
     Raises:
         Exception: the error itself, where LIGHTNING_QK_TRACEBACK asks for it.
@@ -44,7 +44,7 @@ def complain(error: Exception, args: Sequence[str]) -> int:
     if os.environ.get("LIGHTNING_QK_TRACEBACK"):
         raise error
     said = " ".join(explain(str(error), args).split())
-    print(f"(LIGHTNING_QK_TRACEBACK=1 shows where)\nerror: {said}", file=sys.stderr)
+    print(f"error: {said}", file=sys.stderr)
     return 2
 
 
