@@ -26,16 +26,18 @@ Files = str | list[str]
 ForksOptions = TypedDict(
     "ForksOptions", {"from": str, "steps": list[int], "before": list[int], "arms": dict[str, Files]}, total=False
 )
-
-
-class SizeOptions(TypedDict, total=False):
-    """What a size has besides the experiment's own."""
-
-    base: Files
-    overrides: dict[str, Any]
-    arms: dict[str, Files]
-    arm_overrides: dict[str, dict[str, Any]]
-    forks: ForksOptions
+# not a class, whose annotations are text that older versions of the parser do not read
+SizeOptions = TypedDict(  # noqa: UP013
+    "SizeOptions",
+    {
+        "base": Files,
+        "overrides": dict[str, Any],
+        "arms": dict[str, Files],
+        "arm_overrides": dict[str, dict[str, Any]],
+        "forks": ForksOptions,
+    },
+    total=False,
+)
 
 
 @dataclass(frozen=True)
