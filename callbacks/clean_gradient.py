@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_qk.precision import FaultPrecision
 from lightning_qk.precision.clean_gradients import Request
 from lightning_qk.routes import route_parameters
+from lightning_qk.strategies import refuse_strategy
 
 
 class CleanGradientCallback(Callback):
@@ -42,6 +43,7 @@ class CleanGradientCallback(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_strategy(trainer)
         if not isinstance(trainer.precision_plugin, FaultPrecision):
             raise MisconfigurationException(
                 f"{type(self).__name__} needs a plugin that can do without its faults, got "

@@ -16,6 +16,7 @@ from typing_extensions import override
 from callbacks.draws import generator, normal, run_seed
 from lightning_qk.module import full, logging_is_due, write_full
 from lightning_qk.routes import route_parameters
+from lightning_qk.strategies import refuse_strategy
 
 MODES = ("on_target", "off_target", "isotropic", "random_subspace")
 SIDES = ("both", "left", "right")
@@ -117,6 +118,7 @@ class DirectionProbe(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_strategy(trainer)
         for name, p in self.parameters(pl_module).items():
             if self.k >= min(p.shape):
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -12,6 +13,7 @@ from typing_extensions import override
 from callbacks.step import OptimizerStepClock
 from lightning_qk.guarded import refuse_unguarded
 from lightning_qk.sites import adopt_attention
+from lightning_qk.strategies import refuse_strategy
 
 
 class Limit(NamedTuple):
@@ -69,6 +71,9 @@ class EarlyWarning(Callback):
         unknown = sorted(set(thresholds or {}) - set(self.limits))
         if unknown:
             raise ValueError(f"{name}: thresholds has no reading {unknown[0]!r}; it reads {', '.join(self.limits)}.")
+        for key, value in (thresholds or {}).items():
+            if value is not None and math.isnan(value):
+                raise ValueError(f"{name}: thresholds.{key}={value} must be a number; null switches the alarm off.")
         self.every_n_steps, self.patience, self.first_step = every_n_steps, patience, first_step
         self._limits = {
             key: limit._replace(value=(thresholds or {}).get(key, limit.value)) for key, limit in self.limits.items()
@@ -92,6 +97,7 @@ class EarlyWarning(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_strategy(trainer)
         adopt_attention(pl_module)  # before weights are restored; some read other models
 
     @override

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -100,9 +101,10 @@ class ErrorShaping(CleanGradientCallback):
         super().__init__(route, layers)
         if mode not in MODES:
             raise ValueError(f"ErrorShaping: mode={mode!r} is not one of {', '.join(MODES)}.")
-        if magnitude < 0 or (relative_magnitude is not None and relative_magnitude < 0):
+        if not 0 <= magnitude < math.inf or (relative_magnitude is not None and not 0 <= relative_magnitude < math.inf):
             raise ValueError(
-                f"ErrorShaping: magnitude={magnitude} and relative_magnitude={relative_magnitude} must not be negative."
+                f"ErrorShaping: magnitude={magnitude} and relative_magnitude={relative_magnitude} must be at least 0 "
+                "and finite."
             )
         if relative_magnitude is not None and magnitude != 1.0:
             raise ValueError(

@@ -13,6 +13,7 @@ from typing_extensions import override
 from callbacks.draws import generator, normal, run_seed
 from lightning_qk.module import full, write_full
 from lightning_qk.routes import route_parameters
+from lightning_qk.strategies import refuse_strategy
 
 MODES = ("reversed", "random")
 _MOMENTA = ("exp_avg", "momentum_buffer")  # of Adam and AdamW; of SGD and Muon
@@ -54,6 +55,7 @@ class MomentumSigns(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        refuse_strategy(trainer)
         mine = {id(p) for p in route_parameters(pl_module, self.route, self.layers).values()}
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:

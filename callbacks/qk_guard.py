@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, Literal
 
 import torch
@@ -27,9 +26,11 @@ from callbacks.guard_actions import (
 from callbacks.guard_controls import SPAM, AdaGC, LRCut, OptimizerReset, TighterClip, ZClip
 from callbacks.guard_triggers import TRIGGERS, Trigger
 from callbacks.step import OptimizerStepClock
+from lightning_qk.arguments import check_arguments
 from lightning_qk.module import logging_is_due
 from lightning_qk.routes import attention_sites
 from lightning_qk.sites import AttentionSite
+from lightning_qk.strategies import refuse_strategy
 
 ACTIONS: dict[str, type[GuardAction]] = {
     "qk_norm": QKNorm,
@@ -167,6 +168,7 @@ class QKGuard(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_strategy(trainer)
         # before weights are restored: in models of other libraries this is where the switches come from
         attention_sites(pl_module)
         self._action.attach(pl_module)
@@ -354,9 +356,5 @@ def _trigger(name: str) -> Trigger:
 def _action(name: str, arguments: dict[str, Any] | None) -> GuardAction:
     if name not in ACTIONS:
         raise ValueError(f"QKGuard: action={name!r} is not one of {', '.join(ACTIONS)}.")
-    takes = inspect.signature(ACTIONS[name]).parameters
-    unknown = sorted(set(arguments or {}) - set(takes))
-    if unknown:
-        takes_what = ", ".join(takes) or "nothing"
-        raise ValueError(f"QKGuard: action_args.{unknown[0]} does not exist: action={name!r} takes {takes_what}.")
+    check_arguments(f"QKGuard: action={name!r}: action_args", ACTIONS[name], arguments or {})
     return ACTIONS[name](**(arguments or {}))

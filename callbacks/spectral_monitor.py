@@ -15,6 +15,7 @@ from kernels import TopSingular
 from lightning_qk.guarded import refuse_unguarded
 from lightning_qk.module import full
 from lightning_qk.routes import attention_sites
+from lightning_qk.strategies import refuse_strategy
 
 
 class SpectralMonitor(Callback):
@@ -49,6 +50,7 @@ class SpectralMonitor(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_strategy(trainer)
         attention_sites(pl_module)  # before weights are restored
 
     @override

@@ -170,7 +170,10 @@ class RoundingSites:
         """A preset, ``carry`` at the carries and statistics it rounds, then single sites by name (the YAML form)."""
         sites = cls.preset(preset)
         if carry is not None:
-            sites = sites.at_carries(carry)
+            try:
+                sites = sites.at_carries(carry)
+            except ValueError as error:
+                raise ValueError(f"carry: {error}") from None
         unknown = sorted(set(overrides or {}) - {*SITE_NAMES, *VARIANTS})
         if unknown:
             raise ValueError(

@@ -13,7 +13,8 @@ USAGE = """usage: lightning-qk COMMAND [options]
   doctor     versions, what will run where, self-tests of the kernels
   report     tables and figure of run directories   runs/demo
 
-Every command has --help. A file configs/... that is not here is the one that the package brings."""
+Every command has --help. A mistake ends in one line; LIGHTNING_QK_TRACEBACK=1 shows where.
+A file configs/... that is not here is the one that the package brings."""
 
 
 def main() -> int:
@@ -39,7 +40,8 @@ def main() -> int:
 
         return doctor(rest)
     if command not in ("fit", "validate", "test"):
-        print(f"error: {command!r} is not a command.\n\n{USAGE}", file=sys.stderr)
+        commands = "fit, validate, test, sweep, report, doctor"
+        print(f"error: {command!r} is not a command; the commands are {commands}.", file=sys.stderr)
         return 2
     from lightning_qk.cli import main as cli
 

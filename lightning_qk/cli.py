@@ -20,6 +20,7 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -38,6 +39,7 @@ from lightning_qk.data import TokenData
 from lightning_qk.fork import Fork
 from lightning_qk.module import GPTModule
 from lightning_qk.overlays import chooses_model, keep_overrides, nest_nulls, refuse_dropped_callbacks
+from lightning_qk.strategies import SPLITS_WEIGHTS
 from lightning_qk.verdict import read_verdict
 
 DONE = ("completed", "collapsed", "nonfinite")
@@ -172,11 +174,7 @@ class QKCLI(LightningCLI):
         strategy = trainer.strategy
         name = str(getattr(strategy, "class_path", strategy)).rpartition(".")[2].lower()
         if name.startswith(("fsdp", "deepspeed")):
-            raise ValueError(
-                f"trainer.strategy: {name} flattens or splits the weights, so that faults and monitors would not find "
-                "the matrices of a route. DDP (configs/hardware/ddp.yaml) and FSDP2 (configs/hardware/fsdp2.yaml, "
-                "ModelParallelStrategy) work."
-            )
+            raise ValueError(f"trainer.strategy: {name} {SPLITS_WEIGHTS}")
 
     def _refuse_endless(self) -> None:
         trainer = self._options.trainer
@@ -233,6 +231,9 @@ class QKCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         options, run_dir = self._options, self.resolved.run_dir
         kwargs.setdefault("default_root_dir", str(run_dir))
+        if options.trainer.get("enable_progress_bar") is False:  # Lightning would call the base's bar a contradiction
+            listed = self._get(self.config_init, "trainer").callbacks or []
+            kwargs.setdefault("callbacks", [one for one in listed if not isinstance(one, ProgressBar)])
         if options.trainer.get("logger") in (None, True):
             kwargs.setdefault("logger", self._logger() if self.subcommand == "fit" else False)
         if self.subcommand == "fit":

@@ -21,20 +21,22 @@ _UNKNOWN_CLASS = re.compile(
     r"Expected a dot import path string: (\S+)|No module named '(\S+)'|Unable to import '(\S+)'"
 )
 _NOT_ACCEPTED = re.compile(r"(?:Option|Key) '([\w.+]+)' is not (?:accepted|expected)")
+_UNEXPECTED = re.compile(r"Unexpected keys: \{'([^']+)'")
 _NO_OPTION = re.compile(r"(?:Subcommand '\w+'|Group '([\w.]+)') does not accept option '([\w.+]+)'")
 _EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value: (.*))?$")
 _GIVEN = re.compile(r"Given value: (?:NestedArg\(key='[^']*', val=(.*)\)|(.*))$")
 _PARSERS = re.compile(f"{_KEY.pattern}|{_CLASS.pattern}|{_NOT_ACCEPTED.pattern}|Does not validate against")
+_OTHER_TYPE = re.compile(r"Expected a <class '(NoneType|list|dict)'>")  # of a union, mostly: what fits least
 # lines that only say which other types did not fit, or what they are
 _NOISE = re.compile(
-    r"Import path \S+ does not correspond to a subclass|Expected a <class '(NoneType|list|dict)'>|Expected a path but"
+    r"Import path \S+ does not correspond to a subclass|Expected a path but"
     r"|Subtypes: |Errors:|Does not validate against|Given value|Subclass types expect|a class path \(str\)|a dict with"
     r"|Not a valid subclass of|Expect one of"
 )
 
 
 def complain(error: Exception, args: Sequence[str]) -> int:
-    """Says on stderr what is wrong, as its last line, and returns the exit status for that.
+    """Says on stderr what is wrong, in one line, and returns the exit status for that.
 
     Raises:
         Exception: the error itself, where LIGHTNING_QK_TRACEBACK asks for it.
@@ -42,7 +44,7 @@ def complain(error: Exception, args: Sequence[str]) -> int:
     if os.environ.get("LIGHTNING_QK_TRACEBACK"):
         raise error
     said = " ".join(explain(str(error), args).split())
-    print(f"(LIGHTNING_QK_TRACEBACK=1 shows where)\nerror: {said}", file=sys.stderr)
+    print(f"error: {said}", file=sys.stderr)
     return 2
 
 
@@ -80,7 +82,7 @@ def explain(message: str, args: Sequence[str], keys: Collection[str] = ()) -> st
 def _innermost(message: str) -> tuple[list[str], str | None]:
     """The line that says what is wrong, and the keys and classes that it stands under."""
     above: list[tuple[int, str]] = []
-    best: tuple[int, list[str], str] | None = None
+    best: tuple[tuple[bool, int], list[str], str] | None = None
     for line in message.splitlines():
         text = line.strip().removeprefix("- ")
         if not text:
@@ -91,9 +93,9 @@ def _innermost(message: str) -> tuple[list[str], str | None]:
         if label is not None:
             above.append((indent, label[1]))
             text = text[label.end() :].strip()
-        if not text or _NOISE.match(text) or (best is not None and best[0] >= len(above)):
-            continue
-        best = len(above), [name for _, name in above], text
+        rank = not _OTHER_TYPE.match(text), len(above)
+        if text and not _NOISE.match(text) and (best is None or best[0] < rank):
+            best = rank, [name for _, name in above], text
     return (best[1], best[2]) if best is not None else ([], None)
 
 
@@ -103,6 +105,8 @@ def _reworded(reason: str, labels: Sequence[str], message: str) -> str:
         return f"no class {name!r}. {_nearest(name, class_names(), 'Give the full import path of one of your own')}"
     if found := _NOT_ACCEPTED.match(reason):
         return _did_you_mean(found[1], _arguments(labels[-1] if labels else ""), named=True)
+    if found := _UNEXPECTED.match(reason):
+        return f"{found[1]!r} is not one of its keys. See --help."
     if found := _EXPECTED.match(reason):
         given = found[2]
         if given is None and (value := _GIVEN.search(message)):

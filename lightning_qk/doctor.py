@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
+from argparse import ArgumentError
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import torch.distributed
+from jsonargparse import ArgumentParser
 
 import kernels
 from kernels import self_test
 from kernels.scaled_products import device_obstacle
+from lightning_qk.complaints import complain
 
 PACKAGES = ("lightning-qk", "torch", "lightning", "jsonargparse", "triton", "numpy", "datasets", "tensorboard")
 
@@ -64,10 +66,15 @@ def backends(device: str) -> Iterator[tuple[str, str]]:
 
 def main(args: list[str] | None = None) -> int:
     """Prints all of it; 0 when every self-test holds, 1 when one does not, 2 for a wrong argument."""
-    parser = argparse.ArgumentParser(prog="python -m lightning_qk doctor", description=__doc__)
+    parser = ArgumentParser(
+        prog="python -m lightning_qk doctor", description=__doc__, exit_on_error=False, allow_abbrev=False
+    )
     there = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     parser.add_argument("--device", choices=there, default=there[-1], help="where the kernels are tested")
-    device = parser.parse_args(args).device
+    try:
+        device = parser.parse_args(args).device
+    except ArgumentError as error:
+        return complain(error, args or [])
     for title, rows in (("versions", versions()), ("machine", machine()), (f"on {device}", backends(device))):
         print(title)
         for name, value in rows:

@@ -10,7 +10,7 @@ from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -20,6 +20,24 @@ from lightning_qk.fork import Fork
 from lightning_qk.overlays import find_config
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+Files = str | list[str]
+ForksOptions = TypedDict(
+    "ForksOptions", {"from": str, "steps": list[int], "before": list[int], "arms": dict[str, Files]}, total=False
+)
+# not a class, whose annotations are text that older versions of the parser do not read
+SizeOptions = TypedDict(  # noqa: UP013
+    "SizeOptions",
+    {
+        "base": Files,
+        "overrides": dict[str, Any],
+        "arms": dict[str, Files],
+        "arm_overrides": dict[str, dict[str, Any]],
+        "forks": ForksOptions,
+    },
+    total=False,
+)
 
 
 @dataclass(frozen=True)
@@ -138,10 +156,15 @@ def sweep_parser(description: str) -> ArgumentParser:
     )
     parser.add_argument("-c", "--config", action="config", help="the experiment's YAML, required")
     parser.add_argument("--name", type=str, help="name of the experiment and of its directory")
-    parser.add_argument("--base", type=str | list[str], default=[], help="configurations of every run")
-    parser.add_argument("--sizes", type=dict[str, dict[str, Any]], default={}, help="size to its base and overrides")
+    parser.add_argument("--base", type=Files, default=[], help="configurations of every run")
+    parser.add_argument(
+        "--sizes",
+        type=dict[str, SizeOptions],
+        default={},
+        help="size to its base, overrides, arms, arm_overrides and forks",
+    )
     parser.add_argument("--size", type=str | None, default=None, help="one of the sizes; default: the first")
-    parser.add_argument("--arms", type=dict[str, str | list[str]], default={}, help="arm to its overlay file or files")
+    parser.add_argument("--arms", type=dict[str, Files], default={}, help="arm to its overlay file or files")
     parser.add_argument("--seeds", type=list[int] | str, default=[0], help="e.g. 0,1,2")
     parser.add_argument("--overrides", type=dict[str, Any], default={}, help="dotted keys given to every run")
     parser.add_argument("--arm_overrides", type=dict[str, dict[str, Any]], default={}, help="arm to its dotted keys")
@@ -151,7 +174,9 @@ def sweep_parser(description: str) -> ArgumentParser:
         default={},
         help="for every arm: dotted key to values, or a name to named points that are dotted keys each",
     )
-    parser.add_argument("--forks", type=dict[str, Any], default={}, help="arms that begin as others are at some steps")
+    parser.add_argument(
+        "--forks", type=ForksOptions, default={}, help="arms that begin as another is: from, arms, and steps or before"
+    )
     parser.add_argument(
         "--report.reference",
         type=str | dict[str, str] | None,
@@ -187,10 +212,7 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
     """
     # `report` is a group with the reference in it, so its on/off switch needs a key of its own.
     args = [re.sub(r"^--report(?==|$)", "--report_after", arg) for arg in args]
-    try:
-        options = sweep_parser(description).parse_args(args)
-    except ArgumentError as error:
-        raise SweepError(explain(str(error), args)) from error
+    options = _parsed(args, sweep_parser(description))
     if len(options.config or []) != 1:
         raise SweepError("-c: give exactly one experiment, e.g. -c configs/experiments/demo.yaml")
     if options.name is None:
@@ -203,9 +225,9 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
     arm_overrides = {arm: {**sized.get(arm, {}), **options.arm_overrides.get(arm, {})} for arm in options.arms}
     arm_overrides |= {arm: {} for arm in (*sized, *options.arm_overrides) if arm not in arm_overrides}
     arms, arm_overrides, bases = expand_grid({**options.arms, **size.get("arms", {})}, arm_overrides, options.grid)
-    sized = size.get("forks", {})
-    replaced = {"steps", "before"} if {"steps", "before"} & set(sized) else set()
-    stated = {key: value for key, value in options.forks.items() if key not in replaced} | sized
+    own_forks: Mapping[str, Any] = size.get("forks", {})
+    replaced = {"steps", "before"} if {"steps", "before"} & set(own_forks) else set()
+    stated = {key: value for key, value in options.forks.items() if key not in replaced} | dict(own_forks)
     forked, forks = expand_forks(stated, options.arms, options.grid)
     for arm, fork in forks.items():  # the other arm, with more files on top
         arms[arm] = [*_listed(arms[fork.arm]), *_listed(stated["arms"][forked[arm]])]
@@ -228,7 +250,25 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
         scaling_law=options.report.scaling_law,
     )
     options.only = None if options.only is None else _listed(options.only)
+    if options.only == []:
+        raise SweepError("only: names no arm; leave it out to run all")
     return options, experiment
+
+
+def _parsed(args: list[str], parser: ArgumentParser) -> Namespace:
+    try:
+        options = parser.parse_args(args)
+    except ArgumentError as error:
+        raise SweepError(explain(str(error), args)) from error
+    if not isinstance(options.report, Namespace):
+        raise SweepError(
+            f"report: {options.report} must be a mapping of reference, extrapolate and scaling_law; for no report at "
+            "the end, set report_after to false"
+        )
+    for key, default in parser.get_defaults().items():  # the parser takes null for any type
+        if default is not None and options[key] is None:
+            raise SweepError(f"{key}: null is no value for it; leave the key out or give it one")
+    return options
 
 
 def _extrapolation(wanted: Namespace | None, grid: Mapping[str, list[Any]]) -> dict[str, Any] | None:
@@ -252,19 +292,14 @@ def _extrapolation(wanted: Namespace | None, grid: Mapping[str, list[Any]]) -> d
     return wanted.as_dict()
 
 
-def _pick_size(sizes: Mapping[str, Mapping[str, Any]], name: str | None) -> tuple[Mapping[str, Any], str]:
+def _pick_size(sizes: Mapping[str, SizeOptions], name: str | None) -> tuple[SizeOptions, str]:
     """The size's own settings, and what it adds to the experiment's name: nothing for the first, which is the default.
 
     Raises:
-        SweepError: there is no such size, or it has an unknown key.
+        SweepError: there is no such size.
     """
-    for key, size in sizes.items():
-        if wrong := sorted(set(size) - {"base", "overrides", "arms", "arm_overrides", "forks"}):
-            raise SweepError(
-                f"sizes.{key}: unknown key {wrong[0]!r}; a size has base, overrides, arms, arm_overrides and forks"
-            )
     if name is None:
-        return next(iter(sizes.values()), {}), ""
+        return next(iter(sizes.values()), SizeOptions()), ""
     if name not in sizes:
         there = f"the sizes are {', '.join(sizes)}" if sizes else "this experiment has none"
         raise SweepError(f"size: {name!r} is not a size; {there}")

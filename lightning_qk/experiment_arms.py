@@ -77,6 +77,8 @@ def expand_forks(
         raise SweepError(f"forks.{at[0]}: {steps} must be a list of different numbers of steps, each at least 1")
     if grid:
         raise SweepError("forks: an experiment has forks or a grid, not both; write two experiments")
+    if not forks["arms"]:
+        raise SweepError("forks.arms: has none; give the forks names and overlay files")
     if twice := sorted(set(forks["arms"]) & set(arms)):
         raise SweepError(f"forks.arms: {twice[0]!r} is an arm already; give the fork another name")
     all_forks = [Fork(parent, step) if at == ["steps"] else Fork(parent, before=step) for step in steps]

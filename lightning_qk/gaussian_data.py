@@ -7,6 +7,7 @@ have the same batches, whatever their arithmetic, and a resumed one goes on exac
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 
@@ -86,8 +87,8 @@ class GaussianData(LightningDataModule):
         for key, value in (("batch_size", batch_size), ("width", width), ("val_batches", val_batches)):
             if value is not None and value < 1:
                 raise ValueError(f"GaussianData: {key}={value} must be at least 1.")
-        if noise_std < 0:
-            raise ValueError(f"GaussianData: noise_std={noise_std} must not be negative.")
+        if not 0 <= noise_std < math.inf:
+            raise ValueError(f"GaussianData: noise_std={noise_std} must be at least 0 and finite.")
         self.batch_size, self.width, self.noise_std = batch_size, width, noise_std
         self.seed, self.val_batches = seed, val_batches
 

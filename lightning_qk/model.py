@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from lightning_qk.arguments import check_arguments
 from lightning_qk.attention import SDPACore
 from lightning_qk.baselines import QK_NORMS, QKNorm, SigmaLinear
 from lightning_qk.mx_vector import Activation, Sum
@@ -92,10 +93,7 @@ class GPTConfig:
         """``proxy``, ``gpt2-small`` or ``gpt2-medium``, with single fields replaced by keyword."""
         if name not in PRESETS:
             raise ValueError(f"GPT preset {name!r} is not one of {', '.join(PRESETS)}.")
-        unknown = sorted(set(overrides) - {field.name for field in dataclasses.fields(cls)})
-        if unknown:
-            known = ", ".join(field.name for field in dataclasses.fields(cls))
-            raise ValueError(f"GPTConfig has no field {unknown[0]!r}; its fields are {known}.")
+        check_arguments("GPTConfig", cls, overrides)
         return cls(**{**PRESETS[name], **overrides})
 
     @property

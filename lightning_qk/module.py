@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_qk.guarded import refuse_unguarded
 from lightning_qk.loss_module import LossModule, full, logging_is_due, write_full
 from lightning_qk.model import GPT, GPTConfig
-from lightning_qk.optimizers import make_optimizer
+from lightning_qk.optimizers import check_settings, make_optimizer
 from lightning_qk.routes import route_parameters
 
 __all__ = ["GPTModule", "full", "logging_is_due", "write_full"]
@@ -58,10 +58,9 @@ class GPTModule(LossModule):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        if lr <= 0 or warmup_steps < 0 or not 0 <= min_lr_ratio <= 1:
-            raise ValueError(
-                f"GPTModule: lr={lr} > 0, warmup_steps={warmup_steps} >= 0, 0 <= min_lr_ratio={min_lr_ratio} <= 1."
-            )
+        check_settings("GPTModule", lr, betas, eps, momentum, weight_decay)
+        if warmup_steps < 0 or not 0 <= min_lr_ratio <= 1:
+            raise ValueError(f"GPTModule: warmup_steps={warmup_steps} >= 0, 0 <= min_lr_ratio={min_lr_ratio} <= 1.")
         overrides = dict(overrides or {})
         self.config = GPTConfig.preset(preset, **overrides)
         betas = (float(betas[0]), float(betas[1]))

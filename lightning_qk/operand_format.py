@@ -27,12 +27,19 @@ class OperandFormat:
             :func:`released_bump`.
         rounding: of the elements, ``rne | away | rz | sr``.
         block: elements that share a scale; None is a whole axis.
+
+    Raises:
+        ValueError: a block of no elements; the other options complain when it is called.
     """
 
     fmt: str = "mxfp4_e2m1"
     scale: str = "floor"
     rounding: str = "rne"
     block: int | None = 32
+
+    def __post_init__(self) -> None:
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"OperandFormat: block={self.block} must be at least 1, or null for a whole axis.")
 
     def __call__(self, x: Tensor, axis: int, seed: int) -> Tensor:
         """``x`` rounded to the format in blocks along ``axis``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -64,6 +65,30 @@ class MuonWithAdamW(Optimizer):
         for part in self._parts:
             part.step()
         return loss
+
+
+def check_settings(
+    owner: str,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    momentum: float | None = None,
+    weight_decay: float = 0.0,
+) -> None:
+    """Checks what every optimizer here is made with, so that NaN is told before the first step.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if not 0.0 < lr < math.inf:
+        raise ValueError(f"{owner}: lr={lr} must be positive and finite.")
+    if not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"{owner}: betas={betas} must be at least 0 and below 1.")
+    if momentum is not None and not 0.0 <= momentum < 1.0:
+        raise ValueError(f"{owner}: momentum={momentum} must be at least 0 and below 1.")
+    for name, value in (("eps", eps), ("weight_decay", weight_decay)):
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"{owner}: {name}={value} must be at least 0 and finite.")
 
 
 def make_optimizer(

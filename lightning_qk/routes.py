@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from lightning_qk.model import MLP
-from lightning_qk.sites import ADAPTERS, MLPS, AttentionSite, MLPSite, adopt_attention, adopt_mlps
-from lightning_qk.sites.adopt import table_entry
+from lightning_qk.sites import ADAPTERS, AttentionSite, MLPSite, adopt_attention, adopt_mlps
+from lightning_qk.sites.adopt import mlp_modules
 from lightning_qk.student import StudentBlock
 
 _PROJECTIONS = {"q": "q", "k": "k", "v": "v", "o": "o", "qk": "qk", "vo": "vo", "attention": "qkvo"}
@@ -22,7 +22,7 @@ ROUTES = (*_PROJECTIONS, "mlp", "all")
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
     """The attention modules of ``model`` in layer order: its own sites, or else those of Hugging Face GPT-2, Llama and
-    Qwen and of ``nn.MultiheadAttention``, in place.
+    Qwen, of litgpt's GPT and of ``nn.MultiheadAttention``, in place.
 
     The first call for a model of another library adds the sites' switches to its state dict; make it before weights are
     loaded (callbacks do in ``setup``).
@@ -118,8 +118,7 @@ def _mlp_layers(model: nn.Module) -> list[list[Any]]:
     own = [[module.up_proj, module.down_proj] for module in model.modules() if isinstance(module, ours)]
     if own:
         return own
-    tables = ((module, table_entry(module, MLPS)) for module in model.modules())
-    return [[getattr(module, name) for name in names] for module, names in tables if names is not None]
+    return [[getattr(module, name) for name in names] for module, names in mlp_modules(model)]
 
 
 def _pick(modules: list, layers: Sequence[int] | None) -> list:

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_qk.loss_module import LossModule
+from lightning_qk.optimizers import check_settings
 from lightning_qk.student import Student, Teacher
 
 
@@ -56,8 +57,11 @@ class StudentTeacher(LossModule):
         min_lr: float = 1e-4,
     ) -> None:
         super().__init__()
-        if lr <= 0 or not 0 <= min_lr <= lr:
-            raise ValueError(f"StudentTeacher: lr={lr} must be positive and min_lr={min_lr} from 0 to lr.")
+        check_settings("StudentTeacher", lr, betas, eps)
+        if not 0 <= min_lr <= lr:
+            raise ValueError(f"StudentTeacher: min_lr={min_lr} must be from 0 to lr={lr}.")
+        if teacher_depth is not None and teacher_depth < 1:
+            raise ValueError(f"StudentTeacher: teacher_depth={teacher_depth} must be at least 1; null is depth.")
         if schedule not in ("constant", "cosine"):
             raise ValueError(f"StudentTeacher: schedule={schedule!r} must be 'constant' or 'cosine'.")
         betas = (float(betas[0]), float(betas[1]))

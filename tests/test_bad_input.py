@@ -1,4 +1,4 @@
-"""What a user may get wrong and the error that it gives: exit status 2, and a last line that names it and the remedy.
+"""What a user may get wrong and the error that it gives: exit status 2, and one line that names it and the remedy.
 
 Every row is an input and what the line must say. Rows of one kind share the command that they are given to.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from made_up_runs import write_run
 from runs import callback, run_args, run_dir, write_tokens
 
 from kernels import RoundingSites, TopSingular, mx_quantize, round_to, streaming_attention
+from lightning_qk.__main__ import main
 from lightning_qk.cli import main as cli
 from lightning_qk.cli import resolve_run
 from lightning_qk.report import main as report
@@ -33,7 +35,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture
 def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[[Callable[[list[str]], int], list[str]], str]:
-    """Runs a command that must fail, and returns the last line of stderr."""
+    """Runs a command that must fail, and returns all that it says on stderr, which is one line."""
 
     def run(command: Callable[[list[str]], int], args: list[str]) -> str:
         capsys.readouterr()
@@ -41,6 +43,7 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[[Callable[[list[st
         said = capsys.readouterr().err
         assert "Traceback" not in said and "usage:" not in said
         line = said.rstrip("\n").splitlines()[-1]
+        assert said.count("\n") == 1, said
         assert line.startswith("error: ") and len(line) < 800, line
         return line
 
@@ -57,7 +60,7 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["--model.lr", "fast"], "model.lr: expected float, got fast"),
     (["--model.lr", "-1"], "lr=-1"),
     (["--model.optimizer", "adam"], "model.optimizer: expected one of 'adamw', 'sgd', 'muon', got adam"),
-    (["--model.overrides", "{width: 3}"], "no field 'width'; its fields are n_layers"),
+    (["--model.overrides", "{width: 3}"], "GPTConfig.width does not exist; it takes n_layers"),
     (["--model.overrides.n_heads=3"], "n_heads=3"),
     (["--model.overrides.vocab_size", "16"], "set model.overrides.vocab_size to at least 32"),
     (["--model.preset", "gpt3"], "'gpt3' is not one of proxy"),
@@ -76,7 +79,7 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["--trainer.accelerator", "abacus"], "accelerator='abacus'"),
     (["--trainer.devices", "0"], "devices='0'"),
     (["--trainer.strategy", "fsdp"], "FSDP2 (configs/hardware/fsdp2.yaml, ModelParallelStrategy) work"),
-    (["--trainer.strategy", "deepspeed_stage_2"], "DDP (configs/hardware/ddp.yaml)"),
+    (["--trainer.strategy", "deepspeed_stage_2"], "DDP (configs/hardware/ddp.yaml"),
     (["--trainer.strategy", "warp"], "strategy='warp'"),
     (["--trainer.max_steps", "-1"], "trainer.max_steps is not set"),
     (["--trainer.gradient_clip_algorithm", "value"], "trainer.gradient_clip_algorithm: only 'norm'"),
@@ -324,6 +327,19 @@ def test_experiments(tmp_path: Path, complaint: Any, text: str, extra: list[str]
     (tmp_path / "experiment.yaml").write_text(text)
     line = complaint(sweep, ["-c", str(tmp_path / "experiment.yaml"), "--root", str(tmp_path / "runs"), *extra])
     assert said in line.replace(f"{tmp_path}/", "")
+
+
+# other commands
+
+
+def test_no_such_command(complaint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(args: list[str]) -> int:
+        monkeypatch.setattr(sys, "argv", ["lightning-qk", *args])
+        return main()
+
+    assert "'train' is not a command; the commands are fit, " in complaint(command, ["train", "-c", "x.yaml"])
+    assert "--devise: no such key" in complaint(command, ["doctor", "--devise", "cpu"])
+    assert "device" in complaint(command, ["doctor", "--device", "abacus"])
 
 
 # run directories of a report

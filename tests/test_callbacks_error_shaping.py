@@ -334,8 +334,8 @@ def test_two_of_them_keep_their_states_apart(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"mode": "loud"}, "mode='loud' is not one of itself, mean_removed"),
-        ({"magnitude": -1.0}, "magnitude=-1.0 .* must not be negative"),
-        ({"relative_magnitude": -1.0}, "relative_magnitude=-1.0 must not"),
+        ({"magnitude": -1.0}, "magnitude=-1.0 .* must be at least 0"),
+        ({"relative_magnitude": -1.0}, "relative_magnitude=-1.0 must be"),
         ({"relative_magnitude": 0.3, "magnitude": 2.0}, "give one of them"),
         ({"coherence_window": 0}, "coherence_window=0"),
         ({"shuffle_window": 0}, "shuffle_window=0"),

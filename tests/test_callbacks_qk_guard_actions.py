@@ -287,8 +287,8 @@ def test_logits_of_a_fired_run_never_exceed_sqrt_d_and_forget_the_scale_of_q_and
     ("settings", "named"),
     [
         ({"action": "norm"}, "action='norm' is not one of qk_norm, qk_clip"),
-        ({"action": "qk_clip", "action_args": {"tua": 3}}, r"action_args.tua does not exist: .* takes tau, alpha"),
-        ({"action_args": {"tau": 3}}, r"action_args.tau does not exist: action='qk_norm' takes nothing"),
+        ({"action": "qk_clip", "action_args": {"tua": 3}}, r"action_args.tua does not exist; it takes tau, alpha"),
+        ({"action_args": {"tau": 3}}, r"action='qk_norm': action_args.tau does not exist; it takes nothing"),
         ({"action": "qk_clip", "action_args": {"tau": 0}}, r"action_args.tau=0"),
         ({"action": "qk_clip", "action_args": {"alpha": 2}}, r"alpha=2"),
         ({"action": "softcap", "action_args": {"cap": -1}}, r"action_args.cap=-1"),

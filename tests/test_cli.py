@@ -213,6 +213,18 @@ def test_the_hash_ignores_where_and_how_a_run_is_shown(tmp_path: Path, tokens: d
         assert resolve_run([*run_args(tmp_path, tokens), *extra]).config_hash == base.config_hash, extra
 
 
+def test_no_progress_bar_is_the_last_word(
+    tmp_path: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = run_args(tmp_path, tokens, callback("RunProgressBar"), steps=1)  # as base.yaml lists it
+    assert main(["fit", *args]) == 0
+    told = capsys.readouterr()
+    assert "Epoch" not in told.out + told.err
+    (tmp_path / "exp").rename(tmp_path / "before")
+    assert main(["fit", *args, "--trainer.enable_progress_bar=true"]) == 0
+    assert "Epoch" in capsys.readouterr().out
+
+
 def test_another_seed_needs_no_parsing(
     tmp_path: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,12 +59,6 @@ def test_a_kernel_that_errs_is_found(
     assert said in shown and "all hold" not in shown
 
 
-def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(SystemExit) as error:
-        main(["--device", "abacus"])
-    assert error.value.code == 2
-
-
 def test_the_fixed_inputs_cover_signs_binades_and_zero() -> None:
     x = self_test.numbers(4096)
     assert (x > 0).any() and (x < 0).any() and (x == 0).any()

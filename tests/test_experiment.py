@@ -260,7 +260,7 @@ def test_dry_run_from_the_command_line(config: Path, tmp_path: Path, capsys: pyt
         (("name: demo", "name: demo\ngrid: {model.lr: 1}"), "grid"),
         (("name: demo", "name: demo\nsize: large"), "size: 'large' is not a size; this experiment has none"),
         (("name: demo", f"name: demo\nsize: huge\n{SIZES}"), "size: 'huge' is not a size; the sizes are small, large"),
-        (("name: demo", "name: demo\nsizes: {small: {bases: x}}"), "sizes.small: unknown key 'bases'"),
+        (("name: demo", "name: demo\nsizes: {small: {bases: x}}"), "sizes: 'bases' is not one of its keys. See --help"),
         (("name: demo", "name: demo\nsizes: {small: {arms: {gaurd: x}}}"), "sizes: arms has 'gaurd'"),
         (("reference: fp32", "reference: fp23"), "report.reference: 'fp23' is not an arm"),
         (("reference: fp32", "refrence: fp32"), "refrence"),

@@ -94,7 +94,7 @@ def test_config_errors_name_the_field(fields: dict[str, Any], named: str) -> Non
 def test_preset_errors_name_the_preset_and_the_field() -> None:
     with pytest.raises(ValueError, match=r"'gpt3' is not one of proxy, gpt2-small"):
         GPTConfig.preset("gpt3")
-    with pytest.raises(ValueError, match=r"no field 'd_modle'.*d_model"):
+    with pytest.raises(ValueError, match=r"GPTConfig.d_modle does not exist.*d_model"):
         GPTConfig.preset("proxy", d_modle=3)
     assert GPTConfig.preset("proxy", n_heads=4).head_dim == 16
     assert "n_heads" in PRESETS["proxy"] and PRESETS["proxy"]["n_heads"] == 2  # an override changes no preset

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,26 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ranks import ddp, on_two_ranks
 from test_adapters_training import Mine, Watch, batches, model
-from tiny import assert_same, gradients, trainer, weights
+from tiny import assert_same, fault, gradients, trainer, weights
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from callbacks import CollapseStop, QKGuard
+from callbacks import (
+    BiasMonitor,
+    CollapseStop,
+    DeltaSpectrumMonitor,
+    DirectionProbe,
+    ErrorShaping,
+    LogitBoundMonitor,
+    QKGuard,
+    RouteSplice,
+    SpectralMonitor,
+)
 from kernels import mx_quantize
 from lightning_qk.precision import MXGradient
 from lightning_qk.routes import ROUTES, route_parameters
@@ -74,6 +87,48 @@ def test_a_route_that_shares_its_matrix_is_refused(tmp_path: Path, name: str) ->
         run(tmp_path, Mine(model(name)), MXGradient("q", base="fp32"))
     assert "attention" in ROUTES
     run(tmp_path, Mine(model(name)), MXGradient("attention", base="fp32"), steps=1)
+
+
+class FSDPOnCPU(FSDPStrategy):
+    """Lightning lets a subclass onto the CPU."""
+
+
+class NoDeepSpeed(DeepSpeedStrategy):
+    """Without the package."""
+
+    def __init__(self) -> None:
+        DDPStrategy.__init__(self)
+
+
+SPLIT = pytest.mark.parametrize("strategy", [FSDPOnCPU, NoDeepSpeed])
+WATCHERS = [
+    *(QKGuard, SpectralMonitor, RouteSplice, ErrorShaping, BiasMonitor, DirectionProbe),
+    *(LogitBoundMonitor, DeltaSpectrumMonitor),
+]
+
+
+@SPLIT
+@pytest.mark.parametrize("watcher", WATCHERS)
+def test_strategies_that_split_the_weights_are_refused(
+    strategy: type[DDPStrategy], watcher: Callable[[], Callback]
+) -> None:
+    """Before anything is sharded or adopted; what works is named."""
+    mine = Mine(model("llama-sdpa"))
+    split = Trainer(accelerator="cpu", devices=1, strategy=strategy(), logger=False, enable_checkpointing=False)
+    with pytest.raises(MisconfigurationException, match=rf"{strategy.__name__} .*DDPStrategy.*ModelParallelStrategy"):
+        watcher().setup(split, mine, "fit")
+    assert not [name for name, _ in mine.named_buffers() if "lightning_qk" in name]
+
+
+def test_faults_refuse_them_too() -> None:
+    settings: dict[str, Any] = dict(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    split = Trainer(strategy=NoDeepSpeed(), plugins=[fault()], **settings)
+    mine = Mine(model("llama-sdpa"))
+    mine.trainer = split
+    with pytest.raises(MisconfigurationException, match=r"DDPStrategy.*ModelParallelStrategy"):
+        split.strategy.precision_plugin.convert_module(mine)
+    with pytest.raises(TypeError, match="can only work with the `FSDPPrecision` plugin"):  # Lightning's own
+        Trainer(strategy=FSDPOnCPU(), plugins=[fault()], **settings)
 
 
 class Diverging(Mine):

@@ -25,6 +25,7 @@ from lightning_qk.precision.gradient_fault import GradientFault
 from lightning_qk.precision.matmul_formats import MatmulFormats
 from lightning_qk.routes import attention_sites
 from lightning_qk.sites import present_sites
+from lightning_qk.strategies import refuse_strategy
 
 
 class FaultPrecision(Precision):
@@ -100,6 +101,9 @@ class FaultPrecision(Precision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         # in place and idempotent: DDP discards the return value, and fit, validate and test each call it
+        trainer = getattr(module, "_trainer", None)  # none where a model is converted by itself
+        if trainer is not None:
+            refuse_strategy(trainer)
         self._run.close()
         if self.base == "bf16" and not has_bf16_products():
             self._run.enter_context(widened_bf16_products())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from typing import Literal
 
@@ -56,6 +57,8 @@ class GradientFault:
             raise ValueError(f"gradient: where={self.where!r} must be 'gradient' or 'product'.")
         if self.axis not in (-2, -1, 0, 1):
             raise ValueError(f"gradient: axis={self.axis} must be 0 or 1 (a weight has two axes), or negative.")
+        if not math.isfinite(self.error_gain):
+            raise ValueError(f"gradient: error_gain={self.error_gain} must be finite.")
         if self.where == "product" and (self.error_gain != 1.0 or self.axis != -1):
             raise ValueError("gradient: where='product' has no finished error: leave error_gain=1 and axis=-1.")
         self.quantise(torch.zeros(1, 1), 0)  # the format's own arguments complain here, not in the first step

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_qk.arguments import check_arguments
 from lightning_qk.mx_policy import OPERANDS, MXPolicy
-from lightning_qk.operand_format import OperandFormat
+from lightning_qk.operand_format import RELEASED_BUMP, OperandFormat
 from lightning_qk.precision.attention_fault import AttentionFault
 from lightning_qk.precision.fault import FaultPrecision
 from lightning_qk.precision.gradient_fault import GradientFault
@@ -97,7 +98,8 @@ class MXTraining(FaultPrecision):
         policy = _with_operands(policy, operands or {})
         for operand in policy.operands.values():
             if operand is not None:
-                operand(torch.zeros(1, operand.block or 1), -1, 0)  # complains here, not in the first step
+                length = (operand.block or 1) if operand.scale == RELEASED_BUMP else 1  # which takes whole blocks only
+                operand(torch.zeros(1, length), -1, 0)  # complains here, not in the first step
         matmul = MatmulFormats(policy, route, layers, head, native)
         super().__init__(attention, gradient, base, faults_in_validation, seed, matmul)
 
@@ -106,14 +108,13 @@ def _with_operands(policy: MXPolicy, operands: Mapping[str, Any]) -> MXPolicy:
     for name, wanted in operands.items():
         if name not in OPERANDS:
             raise ValueError(f"MXTraining: operands.{name} is not one of {', '.join(OPERANDS)}.")
-        fields = {"fmt": wanted} if isinstance(wanted, str) else wanted
-        if fields is None:
+        if wanted is None:
             policy = policy.without(name)
             continue
-        known = [field.name for field in dataclasses.fields(OperandFormat)]
-        unknown = sorted(set(fields) - set(known))
-        if unknown:
-            raise ValueError(f"MXTraining: operands.{name}.{unknown[0]} does not exist; give {', '.join(known)}.")
+        fields = {"fmt": wanted} if isinstance(wanted, str) else wanted
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"MXTraining: operands.{name}={wanted!r} must be a format, its settings, or null.")
+        check_arguments(f"MXTraining: operands.{name}", OperandFormat, fields)
         format_now = policy.operands[name]
         if format_now is None and "fmt" not in fields:
             raise ValueError(f"MXTraining: operands.{name}.fmt is missing, and the preset leaves it unquantised.")
