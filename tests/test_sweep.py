@@ -37,7 +37,7 @@ def test_all_runs_get_verdict_log_and_record(lab: Lab) -> None:
     record = json.loads(lab.path("experiment.json").read_text())
     assert (record["arms"], record["seeds"], record["reference"]) == (["fp32", "fault"], [0, 1], None)
     out = lab.out.getvalue()
-    assert "fault/seed_1: collapsed at step 7 of 20, loss 2.00 (min 1.00)" in out
+    assert "fault/seed_1: collapsed at step 7 of 20, final loss 2.00, min loss 1.00, " in out
     assert "\x1b" not in out, "no cursor movement where the output is not a terminal"
 
 
