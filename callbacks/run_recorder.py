@@ -1,4 +1,4 @@
-"""Writes what a run is doing (``progress.json``) and how it ended (``verdict.json``) into its directory, and says it."""
+"""Writes what a run does (``progress.json``) and how it ended (``verdict.json``) into its directory, and says how."""
 
 from __future__ import annotations
 

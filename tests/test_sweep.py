@@ -152,6 +152,17 @@ def test_dry_run_prints_commands_and_writes_nothing(lab: Lab) -> None:
     assert not (lab.root / "runs").exists()
 
 
+def test_dry_run_prints_every_command_as_soon_as_it_knows_it(lab: Lab) -> None:
+    def resolve(args: list[str]) -> Resolved:
+        if args[args.index("--run.arm") + 1] == "fault":
+            assert "# fp32/seed_0: to run\n" in lab.out.getvalue()
+            raise ValueError("Key 'trainer.max_stepz' is not expected")
+        return Resolved()
+
+    with pytest.raises(SweepError, match="arm fault"):
+        lab.sweep(resolve=resolve).dry_run()
+
+
 def test_second_sweep_on_the_same_experiment_is_refused(lab: Lab) -> None:
     lab.path("").mkdir(parents=True)
     with lab.path(".lock").open("w") as file:
