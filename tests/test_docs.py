@@ -1,4 +1,4 @@
-"""The guide's code runs as it stands, what it names exists, and all of it can be rendered."""
+"""The code of the guide and of the README runs as it stands, what it names exists, and all of it can be rendered."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 CODE = [
     pytest.param(block, id=f"{page.stem}-{n}")
-    for page in PAGES
+    for page in (ROOT / "README.md", *PAGES)
     for n, block in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S))
 ]
 
 
 def test_there_are_pages_and_all_are_included() -> None:
     included = re.findall(r"include:: (\S+)", (ROOT / "docs" / "guide" / "__init__.py").read_text())
-    assert sorted(included) == [page.name for page in PAGES] and len(CODE) >= 3
+    assert sorted(included) == [page.name for page in PAGES] and len(CODE) >= 5
 
 
 @pytest.mark.parametrize("code", CODE)
