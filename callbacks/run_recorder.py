@@ -1,4 +1,4 @@
-"""Writes what a run is doing (``progress.json``) and how it ended (``verdict.json``) into its directory."""
+"""Writes what a run does (``progress.json``) and how it ended (``verdict.json``) into its directory, and says how."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_qk.verdict import SCHEMA, VERDICT_FILE, versions, write_json_atomic, write_sealed
+from lightning_qk.verdict import SCHEMA, VERDICT_FILE, in_words, versions, write_json_atomic, write_sealed
 
 _FIELDS = ("collapse_step", "guard_step", "loss", "min_loss", "sigma_q", "sigma_k", "max_logit", "max_logit_peak")
 
@@ -78,8 +78,11 @@ class RunRecorder(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt | SystemExit):
-            return  # interrupted is not failed: the run can go on from its checkpoint
+        if isinstance(exception, KeyboardInterrupt | SystemExit):  # is not failed: it can go on from its checkpoint
+            if trainer.is_global_zero:
+                directory = trainer.default_root_dir
+                print(f"interrupted at step {trainer.global_step}, --ckpt_path last goes on with it: {directory}")
+            return
         self._verdict(trainer, f"{type(exception).__name__}: {exception}")
 
     @override
@@ -159,28 +162,27 @@ class RunRecorder(Callback):
         if not trainer.is_global_zero:
             return
         fields = self._fields(trainer)
-        write_sealed(
-            Path(trainer.default_root_dir) / VERDICT_FILE,
-            {
-                "schema": SCHEMA,
-                "status": "failed" if error else fields.pop("status", "completed"),
-                "experiment": self.experiment,
-                "arm": self.arm,
-                "seed": self.seed,
-                "step": trainer.global_step,
-                "max_steps": trainer.max_steps,
-                **{name: fields.pop(name, None) for name in _FIELDS},
-                **{name: value for name, value in fields.items() if name != "status"},
-                "val_loss": self._val_loss,
-                "seconds": self._seconds + time.monotonic() - self._started,
-                "data": self._data,
-                "versions": versions(),
-                "threads": torch.get_num_threads(),
-                "config_hash": self.config_hash,
-                "error": error,
-                **({} if self.fork is None else {"fork": self.fork}),
-            },
-        )
+        verdict = {
+            "schema": SCHEMA,
+            "status": "failed" if error else fields.pop("status", "completed"),
+            "experiment": self.experiment,
+            "arm": self.arm,
+            "seed": self.seed,
+            "step": trainer.global_step,
+            "max_steps": trainer.max_steps,
+            **{name: fields.pop(name, None) for name in _FIELDS},
+            **{name: value for name, value in fields.items() if name != "status"},
+            "val_loss": self._val_loss,
+            "seconds": self._seconds + time.monotonic() - self._started,
+            "data": self._data,
+            "versions": versions(),
+            "threads": torch.get_num_threads(),
+            "config_hash": self.config_hash,
+            "error": error,
+            **({} if self.fork is None else {"fork": self.fork}),
+        }
+        write_sealed(Path(trainer.default_root_dir) / VERDICT_FILE, verdict)
+        print(f"{in_words(verdict)}: {trainer.default_root_dir}")
 
 
 def _with_lead(warnings: dict[str, dict[str, Any]], collapse_step: int | None) -> dict[str, dict[str, Any]]:

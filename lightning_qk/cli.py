@@ -14,7 +14,7 @@ import re
 import shutil
 from argparse import ArgumentError
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import yaml
@@ -76,23 +76,34 @@ class ResolvedRun:
     """What a ``fit`` command would run.
 
     Attributes:
-        config_hash: hash of all that decides the run's numbers.
         run_dir: its directory.
         uses_gpu: whether it may run on a GPU: the accelerator is not the CPU and there is a GPU.
-        deciding: what is hashed, as YAML.
+        deciding: all that decides the run's numbers, as YAML.
+        named: the same with the names of experiment and arm.
     """
 
-    config_hash: str
     run_dir: Path
     uses_gpu: bool
     deciding: str = dataclasses.field(repr=False)
+    named: str = dataclasses.field(repr=False)
+
+    @property
+    def config_hash(self) -> str:
+        """Hash of all that decides the run's numbers."""
+        return _digest(self.deciding)
+
+    def is_of(self, config_hash: str | None) -> bool:
+        """Whether a hash that a run left in this run's directory is of the same configuration."""
+        return config_hash in (self.config_hash, _digest(self.named))  # hashes once had the names in them
 
     def with_seed(self, seed: int) -> ResolvedRun:
         """The run that differs in nothing but its seed, without parsing again."""
-        deciding = re.sub(r"^seed_everything: .*$", f"seed_everything: {seed}", self.deciding, flags=re.MULTILINE)
-        return dataclasses.replace(
-            self, config_hash=_digest(deciding), run_dir=self.run_dir.with_name(f"seed_{seed}"), deciding=deciding
-        )
+
+        def other(text: str) -> str:
+            return re.sub(r"^seed_everything: .*$", f"seed_everything: {seed}", text, flags=re.MULTILINE)
+
+        run_dir = self.run_dir.with_name(f"seed_{seed}")
+        return ResolvedRun(run_dir, self.uses_gpu, other(self.deciding), other(self.named))
 
 
 class RunFinished(Exception):
@@ -138,8 +149,11 @@ class QKCLI(LightningCLI):
             raise ValueError(f"seed_everything={seed}: give a number, the run's directory and its data depend on it.")
         run_dir = Path(run.root) / run.experiment / run.arm / f"seed_{seed}"
         uses_gpu = options.trainer.accelerator != "cpu" and torch.cuda.is_available()
-        deciding = _as_yaml(_deciding(options))
-        return ResolvedRun(_digest(deciding), run_dir, uses_gpu, deciding)
+        plain = _deciding(options)
+        named = _as_yaml(plain)
+        for key in ("experiment", "arm"):
+            del plain["run"][key]
+        return ResolvedRun(run_dir, uses_gpu, _as_yaml(plain), named)
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -204,11 +218,7 @@ class QKCLI(LightningCLI):
             )
         if options.ckpt_path is None:
             return
-        if (
-            verdict is not None
-            and verdict["status"] in DONE
-            and verdict.get("config_hash") == self.resolved.config_hash
-        ):
+        if verdict is not None and verdict["status"] in DONE and self.resolved.is_of(verdict.get("config_hash")):
             raise RunFinished(f"{run_dir} is finished ({verdict['status']} at step {verdict['step']}): nothing to do.")
         if options.ckpt_path == "last":
             finished = verdict is not None and verdict["status"] in DONE
@@ -280,8 +290,8 @@ def _resume_hash(options: Namespace) -> str:
 
 
 def _deciding(options: Namespace) -> dict[str, Any]:
-    """A parsed configuration, less what does not change a run's numbers."""
-    plain = yaml.safe_load(yaml.safe_dump(_plain(options.as_dict())))
+    """A parsed configuration, less what does not change a run's numbers, but with its names."""
+    plain: dict[str, Any] = _plain(options.as_dict())
     for key in ("config", "ckpt_path", "weights_only", "verbose"):
         plain.pop(key, None)
     for key in ("root", "overwrite", *(["fork"] if plain["run"]["fork"] is None else [])):
@@ -327,12 +337,25 @@ def build(args: list[str], run: bool) -> QKCLI:
 
 
 class _ParseOnly(QKCLI):
-    """Stops before anything is built, and before a run's directory is looked at."""
+    """Stops before anything is built, and before a run's directory is looked at.
 
-    @staticmethod
+    It knows the arguments of ``fit`` without that word: with subcommands all is parsed twice.
+    """
+
+    _parsers: ClassVar[dict[bool, LightningArgumentParser]] = {}
+
     @override
-    def subcommands() -> dict[str, set[str]]:
-        return {"fit": LightningCLI.subcommands()["fit"]}  # parsers of the others cost half the time
+    def setup_parser(self, *args: Any, **kwargs: Any) -> None:
+        # signatures and docstrings of all classes are read once for a GPT, and once for other models
+        if self.subclass_mode_model not in self._parsers:
+            super().setup_parser(*args, **kwargs)
+            self._parsers[self.subclass_mode_model] = self.parser
+        self.parser = self._parsers[self.subclass_mode_model]
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.add_method_arguments(Trainer, "fit", skip=set(self.subcommands()["fit"]))
 
     @override
     def _set_seed(self) -> None:
@@ -347,10 +370,6 @@ class _ParseOnly(QKCLI):
     def instantiate_classes(self) -> None:
         pass
 
-    @override
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
-
 
 def resolve_run(fit_args: list[str]) -> ResolvedRun:
     """Parses the arguments of ``fit`` and says what they would run, without starting it.
@@ -358,8 +377,7 @@ def resolve_run(fit_args: list[str]) -> ResolvedRun:
     Raises:
         ValueError: the configuration is wrong; the message names the key.
     """
-    args = ["fit", *fit_args]
-    return _ParseOnly(save_config_callback=None, args=args, **_classes(args), **_SETTINGS).resolved
+    return _ParseOnly(save_config_callback=None, run=False, args=fit_args, **_classes(fit_args), **_SETTINGS).resolved
 
 
 def main(args: list[str]) -> int:

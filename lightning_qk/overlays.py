@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 PACKAGED = Path(__file__).parent / "configs"
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, ten times as fast, where PyYAML was built with it
 
 
 def find_config(name: str, here: Path | None = None) -> Path:
@@ -51,7 +52,7 @@ def files_of(args: Sequence[str]) -> list[str]:
 def read_mapping(file: str) -> dict[str, Any]:
     """What a configuration file holds; nothing where it is not one, of which the parser will tell."""
     try:
-        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        content = yaml.load(Path(file).read_text(encoding="utf-8"), LOADER)
     except (yaml.YAMLError, UnicodeDecodeError, OSError):
         return {}
     return content if isinstance(content, dict) else {}

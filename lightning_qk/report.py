@@ -1,11 +1,12 @@
 """`python -m lightning_qk report`: what the runs of an experiment came to, arm by arm.
 
-The report reads run directories only, never configurations. It prints its tables and writes them as `report.md` and
-`report.tex`; the numbers as `report.csv` (one row a run) and `arms.csv` (one row an arm); the curves as `figure.png`
-and `figure.svg`, survival as `survival.png` and `survival.svg`; `coherence.png` and `.svg` where runs read
-the error of their gradient (`ErrorShaping`); `extrapolation.csv`, `.png` and `.svg` where the experiment asks for a fit
-of its collapse steps; and the directory `aggregate/` for TensorBoard. A run without a verdict is named as unfinished
-and never counted; what is missing, broken or not finite is named too.
+The report reads run directories only, never configurations. It writes its tables as `report.md` and `report.tex` and
+prints them, with one seed an arm only those that need no more; the numbers go to `report.csv` (one row a run) and
+`arms.csv` (one row an arm); the curves to `figure.png` and `figure.svg`, survival to `survival.png` and `survival.svg`;
+`coherence.png` and `.svg` are for runs that read the error of their gradient (`ErrorShaping`); `extrapolation.csv`,
+`.png` and `.svg` for an experiment that asks for a fit of its collapse steps; and the directory `aggregate/` is for
+TensorBoard. A run without a verdict is named as unfinished and never counted; what is missing, broken or not finite is
+named too.
 """
 
 from __future__ import annotations
@@ -83,6 +84,21 @@ class Report:
     def healthy(self) -> set[str]:
         """Names of the arms that are twins."""
         return {twin.name for twin in self.twins.values()}
+
+    @property
+    def fitted(self) -> list[Extrapolation]:
+        return [one for one in self.extrapolations if one.fits]
+
+    @property
+    def figures(self) -> list[str]:
+        """Names of the figures that there is something to draw for."""
+        there = {"survival": self.counted, "coherence": self.errors, "extrapolation": self.fitted}
+        return ["figure", *(name for name, content in there.items() if content)]
+
+    @property
+    def one_seed(self) -> bool:
+        """Whether no arm has more than one run."""
+        return all(len(arm.runs) == 1 for arm in self.arms)
 
 
 def gather(runs: Sequence[Run], reference: str | None = None, against: str | None = None) -> Report:
@@ -174,6 +190,13 @@ def tables(report: Report) -> list[Table]:
     return [table for table in found if table.rows]
 
 
+def tables_of_one_seed(report: Report) -> list[Table]:
+    """What one seed an arm can tell: outcomes, and fits over the points of a grid, which need no seeds."""
+    rows = [{name: cell for name, cell in arm_row(arm).items() if name != "95 % interval"} for arm in report.arms]
+    found = [Table("Outcome", rows), *extrapolation.tables(report.extrapolations), *scaling_tables(report.arms)]
+    return [table for table in found if table.rows]
+
+
 def _opponent(compared: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     others = {item["other"] for item in compared.get("against", {}).values()}
     return others.pop() if len(others) == 1 else "the second arm"
@@ -237,18 +260,14 @@ def write(report: Report, out: Path) -> None:
     place(out)  # refuses before anything is written
     out.mkdir(parents=True, exist_ok=True)
     draw(report.arms, report.healthy, report.scalars, out)
-    figures = [out / "figure.png"]
     if report.counted:
         draw_survival(report.counted, report.twins, report.healthy, out)
-        figures.append(out / "survival.png")
     if report.errors:
         draw_coherence(report.arms, report.healthy, report.errors, out)
-        figures.append(out / "coherence.png")
-    fitted = [one for one in report.extrapolations if one.fits]
-    if fitted:
-        draw_extrapolation(fitted, out)
-        figures.append(out / "extrapolation.png")
-        write_text_atomic(out / "extrapolation.csv", as_csv(list(extrapolation.numbers(fitted))))
+    if report.fitted:
+        draw_extrapolation(report.fitted, out)
+        write_text_atomic(out / "extrapolation.csv", as_csv(list(extrapolation.numbers(report.fitted))))
+    figures = [out / f"{name}.png" for name in report.figures]
     export(report.arms, report.scalars, figures, out)
     content = tables(report)
     images = "\n\n".join(f"![{path.stem} of {report.title}]({path.name})" for path in figures)
@@ -314,8 +333,11 @@ def main(args: list[str] | None = None) -> int:
     if options.format == "json":
         print(as_json(report))
     else:
-        print(f"{as_text(tables(report))}\n\n{remarks(report)}")
-        more = ", coherence.*" if report.errors else ""
-        more += ", extrapolation.*" if any(one.fits for one in report.extrapolations) else ""
-        print(f"written to {out}: report.md, report.tex, report.csv, arms.csv, figure.*, survival.*{more}, aggregate/")
+        print(as_text(tables_of_one_seed(report) if report.one_seed else tables(report)))
+        print(f"\n{remarks(report)}")
+        if report.one_seed:
+            print("One seed an arm has no statistics; for them: sweep with --seeds 0,1,2,3,4.")
+        print(f"figures: {', '.join(str(out / f'{name}.png') for name in report.figures)}, and each as .svg")
+        more = ", extrapolation.csv" if report.fitted else ""
+        print(f"written to {out}: report.md, report.tex, report.csv, arms.csv{more}, aggregate/")
     return 0

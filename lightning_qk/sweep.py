@@ -66,6 +66,8 @@ class Resolved(Protocol):
     @property
     def uses_gpu(self) -> bool: ...
 
+    def is_of(self, config_hash: str) -> bool: ...
+
     def with_seed(self, seed: int) -> Resolved: ...
 
 
@@ -109,56 +111,53 @@ class Sweep:
         self.executor = executor or LocalPool()
         self.manifest, self.queue = Manifest(self.directory), JobQueue(self.directory)
         self.resolve, self.launcher, self.display = resolve, launcher, display or Display(sys.stdout)
-        self.uses_gpu = False
+        self._resolved: dict[str, Resolved] = {}
 
-    def hashes(self) -> dict[str, str]:
-        """The configuration hash of every run, by run name: any mistake in any arm is found here.
+    def resolved(self, run: Run) -> Resolved:
+        """What a run would be: any mistake in its arm is found here.
 
         Runs of an arm differ in their seed alone, so that one of them is resolved for all.
         """
-        resolved: dict[str, Resolved] = {}
-        for run in self.runs:
-            if run.arm in resolved:
-                continue
+        if run.arm not in self._resolved:
             try:
-                resolved[run.arm] = self.resolve(list(run.fit_args))
+                self._resolved[run.arm] = self.resolve(list(run.fit_args))
             except (ValueError, TypeError, OSError) as error:
                 files = ", ".join(str(file) for file in self.experiment.arms[run.arm])
                 raise SweepError(f"arm {run.arm} ({files}): {error}") from error
-        self.uses_gpu = any(one.uses_gpu for one in resolved.values())
-        return {run.name: resolved[run.arm].with_seed(run.seed).config_hash for run in self.runs}
+        return self._resolved[run.arm].with_seed(run.seed)
 
-    def pending(self, hashes: Mapping[str, str], alive: Mapping[str, str]) -> list[Run]:
-        """The runs that are not done; refuses to mix two configurations in one directory.
+    def hashes(self) -> dict[str, str]:
+        """The configuration hash of every run, by run name: any mistake in any arm is found here."""
+        return {run.name: self.resolved(run).config_hash for run in self.runs}
+
+    def is_pending(self, run: Run, alive: Collection[str], begun: Mapping[str, str]) -> bool:
+        """Whether a run is not done; refuses to mix two configurations in one directory.
 
         Args:
-            hashes: The configuration hash of every run.
-            alive: The runs that have a job.
+            run: The run.
+            alive: Names of the runs that have a job.
+            begun: The hash of the configuration that each run was last started with.
         """
-        begun = self.manifest.hashes()
-        todo = []
-        for run in self.runs:
-            verdict = read_verdict(run.path)
-            done = verdict is not None and verdict["status"] in DONE
-            before = verdict["config_hash"] if done and verdict is not None else begun.get(run.name)
-            bound = done or run.name in alive or is_resumable(run.path)
-            if bound and before is not None and before != hashes[run.name]:
-                raise SweepError(
-                    f"{run.path}: holds a {'finished' if done else 'started'} run of another configuration "
-                    f"(config_hash {before}, now {hashes[run.name]}); give the experiment another name, "
-                    "choose another --root, or delete that directory"
-                )
-            if not done:
-                todo.append(run)
-        return todo
+        verdict, now = read_verdict(run.path), self.resolved(run)
+        done = verdict is not None and verdict["status"] in DONE
+        before = verdict["config_hash"] if done and verdict is not None else begun.get(run.name)
+        bound = done or run.name in alive or is_resumable(run.path)
+        if bound and before is not None and not now.is_of(before):
+            raise SweepError(
+                f"{run.path}: holds a {'finished' if done else 'started'} run of another configuration "
+                f"(config_hash {before}, now {now.config_hash}); give the experiment another name, "
+                "choose another --root, or delete that directory"
+            )
+        return not done
 
     def dry_run(self) -> int:
-        """Print the command of every run and whether it is done; start and write nothing."""
-        alive = self.queue.alive()
-        todo = self.pending(self.hashes(), alive)
-        new = [run for run in todo if run.name not in alive]
+        """Print the command of every run and whether it is done, each as it is found out; start and write nothing."""
+        alive, begun = self.queue.alive(), self.manifest.hashes()
+        new = []
         for run in self.runs:
-            state = f"job {alive[run.name]}" if run.name in alive else "to run" if run in new else "done"
+            if self.is_pending(run, alive, begun) and run.name not in alive:
+                new.append(run)
+            state = f"job {alive[run.name]}" if run.name in alive else "to run" if run in new[-1:] else "done"
             self.display.print(f"# {run.name}: {state}")
             self.display.print(shlex.join(self.launcher(run)))
         for line in self.executor.plan(new):
@@ -176,6 +175,7 @@ class Sweep:
         """
         if detach and not self.executor.outlives_sweep:
             raise SweepError(f"detach: runs of executor {self.executor.name} end with the sweep; use nohup, or slurm")
+        self.display.print(f"checking the configurations of {len({run.arm for run in self.runs})} arms")
         hashes = self.hashes()
         self.directory.mkdir(parents=True, exist_ok=True)
         failed, tried = 0, set[str]()
@@ -210,8 +210,9 @@ class Sweep:
 
     def _submit(self, hashes: Mapping[str, str], tried: Collection[str]) -> list[Run]:
         """Hand over the runs that nobody runs yet; returns all that are not done, can begin and were not tried."""
-        alive = self.queue.alive()
-        todo = [run for run in self.pending(hashes, alive) if run.name not in tried and self._can_begin(run)]
+        alive, begun = self.queue.alive(), self.manifest.hashes()
+        todo = [run for run in self.runs if self.is_pending(run, alive, begun)]
+        todo = [run for run in todo if run.name not in tried and self._can_begin(run)]
         theirs = [run.name for run in todo if run.name in alive]
         if theirs and not self.executor.outlives_sweep:
             raise SweepError(
@@ -220,7 +221,8 @@ class Sweep:
             )
         new = [run for run in todo if run.name not in alive]
         self.manifest.write(self.experiment, self.executor.name, {run.name: self.launcher(run) for run in new}, hashes)
-        how = self.executor.submit(new, self.launcher, self.uses_gpu)
+        uses_gpu = any(self.resolved(run).uses_gpu for run in self.runs)
+        how = self.executor.submit(new, self.launcher, uses_gpu)
         self.display.begin(len(self.runs), sum(is_done(run.path) for run in self.runs), how)
         return todo
 

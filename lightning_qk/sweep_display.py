@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from lightning_qk.executors.attempt import read_attempt
 from lightning_qk.experiment import Run
+from lightning_qk.verdict import as_float, in_words, number
 
 REFRESH_S = 0.5
 
@@ -136,7 +137,7 @@ def _quarter(state: Mapping[str, Any]) -> int:
 def progress_line(run: Run, state: Mapping[str, Any]) -> str:
     """A run in one line: bar, loss, sigma_q, logit, guard, speed and the time that is left."""
     head = f"{run.arm:<20} seed {run.seed:<3}"
-    step, last, speed = state.get("step"), state.get("max_steps"), _float(state.get("steps_per_s"))
+    step, last, speed = state.get("step"), state.get("max_steps"), as_float(state.get("steps_per_s"))
     if state["phase"] != "training" or step is None or not last:
         return f"{head} {state['phase']}"
     filled = 16 * min(step, last) // last
@@ -159,23 +160,4 @@ def duration(seconds: float) -> str:
 
 def verdict_line(run: Run, verdict: Mapping[str, Any]) -> str:
     """A finished run in one line."""
-    status, step, last = verdict["status"], verdict["step"], verdict["max_steps"]
-    line = f"{run.name}: {status}"
-    line += f" at step {verdict['collapse_step']} of {last}" if status == "collapsed" else f", {step}/{last} steps"
-    line += f", loss {number(verdict['loss'])} (min {number(verdict['min_loss'])})"
-    line += f", sigma_q {number(verdict['sigma_q'])}, max logit {number(verdict['max_logit'])}"
-    if verdict["guard_step"] is not None:
-        line += f", guard fired at {verdict['guard_step']}"
-    return f"{line}, {verdict['seconds']:.0f} s"
-
-
-def number(value: Any) -> str:
-    """A number as short as it reads well; "nan" and "inf" come as text from JSON."""
-    parsed = _float(value)
-    if parsed is None:
-        return "-"
-    return f"{parsed:,.0f}" if math.isfinite(parsed) and abs(parsed) >= 1000 else f"{parsed:#.3g}"
-
-
-def _float(value: Any) -> float | None:
-    return None if value is None else float(value)
+    return f"{run.name}: {in_words(verdict)}"

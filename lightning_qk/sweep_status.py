@@ -48,7 +48,9 @@ def run_status(run: Run, local_sweep: bool) -> RunStatus:
         return RunStatus(run, "queued", f"{run.name}: queued{f', was{reached}' if reached else ''}")
     if state == "failed" or (verdict is not None and state not in ("running", "stopped")):
         problem = attempt.get("problem") or (verdict or {}).get("error") or "failed"
-        return RunStatus(run, "failed", f"{run.name}: FAILED{reached}, {problem}; see {run.path / 'log.txt'}")
+        log = run.path / "log.txt"  # a job that was never submitted has none
+        more = f"; see {log}" if log.exists() else ""
+        return RunStatus(run, "failed", f"{run.name}: FAILED{reached}, {problem}{more}")
     if state in ("running", "stopped") or resumes or reached:
         goes_on = "its last checkpoint" if resumes else "step 0, for it has no checkpoint"
         return RunStatus(run, "interrupted", f"{run.name}: interrupted{reached}, goes on from {goes_on}")

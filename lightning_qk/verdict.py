@@ -83,6 +83,31 @@ def read_verdict(run_dir: Path | str) -> dict[str, Any] | None:
     return decoded
 
 
+def in_words(verdict: Mapping[str, Any]) -> str:
+    """How a run ended: ``collapsed at step 321 of 900, final loss 3.27, min loss 1.94, ..., 41 s``."""
+    status, last = verdict["status"], verdict["max_steps"]
+    of = f" of {last}" if last > 0 else ""  # -1 where epochs or time end a run
+    said = [f"{status} at step {verdict['collapse_step' if status == 'collapsed' else 'step']}{of}"]
+    numbers = {"final loss": "loss", "min loss": "min_loss", "sigma_q": "sigma_q", "max logit": "max_logit"}
+    said += [f"{label} {number(verdict[key])}" for label, key in numbers.items() if verdict[key] is not None]
+    if verdict["guard_step"] is not None:
+        said.append(f"guard fired at {verdict['guard_step']}")
+    return ", ".join([*said, f"{verdict['seconds']:.0f} s"])
+
+
+def number(value: Any) -> str:
+    """A number as short as it reads well; "nan" and "inf" come as text from JSON."""
+    parsed = as_float(value)
+    if parsed is None:
+        return "-"
+    return f"{parsed:,.0f}" if math.isfinite(parsed) and abs(parsed) >= 1000 else f"{parsed:#.3g}"
+
+
+def as_float(value: Any) -> float | None:
+    """A number, or the text that stands for one in JSON."""
+    return None if value is None else float(value)
+
+
 def versions() -> dict[str, str]:
     """Versions of what decides a run's numbers."""
     from importlib.metadata import version

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,11 @@ class Resolved:
     uses_gpu: bool = False
     by_seed: Mapping[int, str] = field(default_factory=dict)
 
+    def is_of(self, config_hash: str) -> bool:
+        return config_hash == self.config_hash
+
     def with_seed(self, seed: int) -> Resolved:
-        return Resolved(self.by_seed.get(seed, self.config_hash))
+        return replace(self, config_hash=self.by_seed.get(seed, self.config_hash))
 
 
 @dataclass

@@ -42,7 +42,11 @@ class At(Callback):
             self.action(trainer, outputs)
 
 
-def test_a_completed_run_says_so(tmp_path: Path) -> None:
+def last_line(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_completed_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     callbacks = [recorder(), SpectralMonitor(1), CollapseStop(window=2), QKGuard(threshold=1e-9)]
     settings: dict[str, Any] = dict(max_steps=4, limit_val_batches=1.0, val_check_interval=2)
     _, recording = fit(tmp_path, callbacks, fault(), **settings)
@@ -63,9 +67,12 @@ def test_a_completed_run_says_so(tmp_path: Path) -> None:
     assert verdict["seconds"] > 0 and verdict["data"] == data().describe() | {"source": "numbers", "sha256": "0" * 64}
     assert verdict["versions"]["torch"] == torch.__version__
     assert read_verdict(tmp_path) == verdict
+    said = last_line(capsys)
+    assert said.startswith(f"completed at step 4 of 4, final loss {verdict['loss']:#.3g}, min loss ")
+    assert ", guard fired at 1, " in said and said.endswith(f" s: {tmp_path}")
 
 
-def test_a_collapsed_run_says_when(tmp_path: Path) -> None:
+def test_a_collapsed_run_says_when(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def diverge(trainer: Trainer, outputs: Any) -> None:
         outputs["loss"] += 9
 
@@ -74,6 +81,8 @@ def test_a_collapsed_run_says_when(tmp_path: Path) -> None:
     verdict = read_verdict(tmp_path)
     assert verdict is not None
     assert (verdict["status"], verdict["collapse_step"], verdict["step"], verdict["error"]) == ("collapsed", 3, 3, None)
+    said = last_line(capsys)
+    assert said.startswith("collapsed at step 3 of 9, final loss ") and said.endswith(f" s: {tmp_path}")
 
 
 def test_numbers_that_are_not_finite_survive_the_file(tmp_path: Path) -> None:
@@ -134,7 +143,7 @@ def test_progress_is_not_written_more_often_than_asked(tmp_path: Path, monkeypat
     assert seen == [0, 0, 3, 3, 3, 6]
 
 
-def test_an_exception_is_a_failed_run_with_its_error(tmp_path: Path) -> None:
+def test_an_exception_is_a_failed_run_with_its_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(trainer: Trainer, outputs: Any) -> None:
         raise RuntimeError("disk full")
 
@@ -144,10 +153,13 @@ def test_an_exception_is_a_failed_run_with_its_error(tmp_path: Path) -> None:
     assert verdict is not None
     assert (verdict["status"], verdict["error"], verdict["step"]) == ("failed", "RuntimeError: disk full", 2)
     assert set(verdict) == ALL - {"guard", "guard_logit"}
+    assert last_line(capsys).startswith("failed at step 2 of 4, final loss ")
 
 
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, SystemExit])
-def test_an_interrupted_run_has_no_verdict(tmp_path: Path, exception: type[BaseException]) -> None:
+def test_an_interrupted_run_has_no_verdict(
+    tmp_path: Path, exception: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupt(trainer: Trainer, outputs: Any) -> None:
         raise exception
 
@@ -156,6 +168,7 @@ def test_an_interrupted_run_has_no_verdict(tmp_path: Path, exception: type[BaseE
     assert isinstance(raised.value, KeyboardInterrupt | SystemExit)
     assert read_verdict(tmp_path) is None
     assert (tmp_path / "progress.json").exists()
+    assert last_line(capsys) == f"interrupted at step 2, --ckpt_path last goes on with it: {tmp_path}"
 
 
 def test_sigterm_leaves_no_verdict(tmp_path: Path) -> None:

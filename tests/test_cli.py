@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from runs import callback, finish, run_args, run_dir, start, write_tokens
 from lightning_qk.__main__ import main as command
 from lightning_qk.cli import DONE, RunConfig, main, resolve_run
 from lightning_qk.events import read_scalars
-from lightning_qk.verdict import read_verdict
+from lightning_qk.verdict import read_verdict, write_sealed
 
 MONITOR = callback("SpectralMonitor", every_n_steps=2)
 
@@ -201,11 +202,29 @@ def test_resolving_a_run_touches_nothing(root: Path, tokens: dict[str, Any], ext
     assert contents(root) == before and not elsewhere.run_dir.exists()
 
 
-def test_the_hash_ignores_where_and_how_a_run_is_shown(tmp_path: Path, tokens: dict[str, Any]) -> None:
+def test_a_verdict_whose_hash_has_names_in_it_is_still_of_its_run(
+    root: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = run_args(root, tokens, MONITOR, callback("CollapseStop"))
+    plain = yaml.safe_load(resolve_run(args).deciding)
+    for arm, code in (("arm", 0), ("other", 2)):
+        text = yaml.safe_dump({**plain, "run": {"experiment": "exp", "arm": arm}}, sort_keys=True)
+        old = {"config_hash": hashlib.sha256(text.encode()).hexdigest()[:16]}
+        write_sealed(run_dir(root) / "verdict.json", {**(read_verdict(run_dir(root)) or {}), **old})
+        # of another configuration it would go on, here from a checkpoint that cannot be read
+        (run_dir(root) / "checkpoints" / "last.ckpt").write_bytes(b"")
+        (run_dir(root) / "checkpoints" / "step_6.ckpt").unlink(missing_ok=True)
+        assert main(["fit", *args, "--ckpt_path", "last"]) == code
+        assert ("nothing to do" in capsys.readouterr().out) == (code == 0)
+
+
+def test_the_hash_ignores_names_places_and_how_a_run_is_shown(tmp_path: Path, tokens: dict[str, Any]) -> None:
     base = resolve_run(run_args(tmp_path, tokens))
     assert base.run_dir == tmp_path / "exp" / "arm" / "seed_3"
     for extra in (
         ["--run.root", str(tmp_path / "elsewhere")],
+        ["--run.experiment", "other"],
+        ["--run.arm", "other"],
         ["--ckpt_path", "last"],
         ["--run.overwrite", "true"],
         ["--trainer.enable_progress_bar", "true"],
@@ -239,7 +258,6 @@ def test_another_seed_needs_no_parsing(
 @pytest.mark.parametrize(
     "extra",
     [
-        ["--run.arm", "other"],
         ["--seed_everything", "4"],
         ["--model.lr", "0.02"],
         ["--trainer.max_steps", "7"],

@@ -62,7 +62,7 @@ def test_all_runs_are_jobs(lab: Lab) -> None:
     assert jobs(lab, only=None).run() == 1
     out = lab.out.getvalue()
     assert "2 runs, 0 done already, 2 submitted as submitit_local job " in out
-    assert "fp32/seed_0: completed, 10/20 steps" in out
+    assert "fp32/seed_0: completed at step 10 of 20" in out
     assert "fault/seed_0: FAILED, exit status 3; the end of" in out and "    RuntimeError: out of memory" in out
     assert read_attempt(lab.path("fault/seed_0"))["state"] == "failed"
     assert json.loads(lab.path("board/fp32-seed_0.env").read_text())["LIGHTNING_QK_THREADS"] == "1", "as a local run"

@@ -58,6 +58,24 @@ def test_table_counts_and_statistics(experiment: Path) -> None:
     assert cells(text, "fault", "## Survival")[1:] == ["2", "2", "50", "0.00", "-", "30"]
 
 
+def test_one_seed_an_arm_is_told_without_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "demo"
+    write_run(root, "fp32", 0)
+    write_run(root, "fault", 0, "collapsed", collapse_step=30)
+    (root / "experiment.json").write_text(json.dumps({"arms": ["fp32", "fault"], "reference": "fp32"}))
+    statistics = ("95 %", "Wilson", "Survival", "Against", "Fisher", "crash rules\n", "Logits ran away")
+    assert main([str(root)]) == 0
+    out = capsys.readouterr().out
+    assert not [word for word in statistics if word in out]
+    assert [line.split()[:3] for line in out.splitlines() if line.startswith("fault ")] == [["fault", "1/1", "30"]]
+    assert "--seeds 0,1,2,3,4" in out and f"figures: {root}/figure.png, {root}/survival.png, and" in out
+    assert "## Against fp32" in (root / "report.md").read_text()
+    write_run(root, "fault", 1)
+    assert main([str(root)]) == 0
+    out = capsys.readouterr().out
+    assert [word for word in statistics if word in out] == list(statistics) and "--seeds" not in out
+
+
 def test_failed_and_unfinished_are_named_and_not_counted(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(experiment)]) == 0
     out = capsys.readouterr().out

@@ -72,7 +72,7 @@ def test_only_what_came_before_the_collapse_or_the_runaway_counts(experiment: Pa
 def test_the_table_is_in_every_output(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(experiment)]) == 0
     printed, text = capsys.readouterr().out, (experiment / "report.md").read_text()
-    assert "Error of the gradient\n" in printed and "coherence.*" in printed
+    assert "Error of the gradient\n" in printed and f"{experiment}/coherence.png" in printed
     frozen = ["frozen", "0.350 [0.250..0.450]", "0.500 [0.250..1]", "3/3", "0/3"]
     assert cells(text, "frozen", TITLE) == frozen
     assert cells(text, "random", TITLE) == ["random", "0.100", "0.500", "0/1", "0/1"]

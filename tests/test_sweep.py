@@ -37,7 +37,7 @@ def test_all_runs_get_verdict_log_and_record(lab: Lab) -> None:
     record = json.loads(lab.path("experiment.json").read_text())
     assert (record["arms"], record["seeds"], record["reference"]) == (["fp32", "fault"], [0, 1], None)
     out = lab.out.getvalue()
-    assert "fault/seed_1: collapsed at step 7 of 20, loss 2.00 (min 1.00)" in out
+    assert "fault/seed_1: collapsed at step 7 of 20, final loss 2.00, min loss 1.00, " in out
     assert "\x1b" not in out, "no cursor movement where the output is not a terminal"
 
 
@@ -150,6 +150,17 @@ def test_dry_run_prints_commands_and_writes_nothing(lab: Lab) -> None:
     assert lab.sweep().dry_run() == 0
     assert lab.out.getvalue().count("fake_fit.py") == 4
     assert not (lab.root / "runs").exists()
+
+
+def test_dry_run_prints_every_command_as_soon_as_it_knows_it(lab: Lab) -> None:
+    def resolve(args: list[str]) -> Resolved:
+        if args[args.index("--run.arm") + 1] == "fault":
+            assert "# fp32/seed_0: to run\n" in lab.out.getvalue()
+            raise ValueError("Key 'trainer.max_stepz' is not expected")
+        return Resolved()
+
+    with pytest.raises(SweepError, match="arm fault"):
+        lab.sweep(resolve=resolve).dry_run()
 
 
 def test_second_sweep_on_the_same_experiment_is_refused(lab: Lab) -> None:

@@ -49,6 +49,7 @@ def test_every_state(lab: Lab) -> None:
     attempt(lab, "fault/seed_1", state="queued")
     attempt(lab, "fp32/seed_2", state="requeued", step=30)
     attempt(lab, "fault/seed_2", state="failed", problem="exit status 3")
+    lab.path("fault/seed_2/log.txt").touch()
     attempt(lab, "fp32/seed_3", state="running", step=40)  # its process was killed without notice
     os.utime(lab.path("fp32/seed_3/attempt.json"), (0, 0))
     attempt(lab, "fault/seed_3", state="stopped", step=20)
@@ -68,6 +69,11 @@ def test_every_state(lab: Lab) -> None:
     assert lines[12].split() == ["total", "1", "1", "1", "2", "2", "1", "0:30"]
     assert lines[13] == "left: 0:30, 1 at a time as now"
     assert len(status(lab, lab.experiment((0, 1, 2, 3)), only=["fault"])) == 4 + 1 + 3
+
+
+def test_a_log_that_was_never_written_is_not_named(lab: Lab) -> None:
+    attempt(lab, "fp32/seed_0", state="failed", problem="not submitted: no such partition")
+    assert status(lab, lab.experiment((0,)))[0] == "fp32/seed_0: FAILED, not submitted: no such partition"
 
 
 def test_runs_that_a_local_sweep_left_are_not_queued(lab: Lab) -> None:
