@@ -35,8 +35,8 @@ class Fault:
         delay_s: and so much later.
         file_bytes: no file may grow beyond, as if the disk were full; None is no limit.
         memory_bytes: the process may not grow by more; None is no limit.
-        clock_s: seconds by which the wall clock jumps
-        clock_at: at this operation, of any kind.
+        clock_s: seconds by which the wall clock jumps,
+        clock_at: when this operation, of any kind, has begun.
     """
 
     kill: signal.Signals | None = None
@@ -125,12 +125,9 @@ def _train(args: list[str], directory: Path, log: Path, fault: Fault, pipe: int)
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        if fault.clock_s:
-            real, jumped = time.time, _Jump(fault)
-            time.time = lambda: real() + jumped.seconds
-        else:
-            jumped = _Jump(Fault())
-        _tell(directory, pipe, jumped)
+        real, clock = time.time, _Clock(fault)
+        time.time = lambda: real() + clock.error
+        _tell(directory, pipe, clock)
         if fault.file_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (fault.file_bytes, resource.RLIM_INFINITY))
         if fault.memory_bytes is not None:
@@ -149,21 +146,18 @@ def _train(args: list[str], directory: Path, log: Path, fault: Fault, pipe: int)
         os._exit(code)
 
 
-class _Jump:
-    """A wall clock's error, which begins at an operation."""
+class _Clock:
+    """How wrong the wall clock is, once enough operations have begun."""
 
     def __init__(self, fault: Fault) -> None:
-        self._left, self._jump = fault.clock_at, fault.clock_s
-
-    def step(self) -> None:
-        self._left -= 1
+        self.left, self._jump = fault.clock_at, fault.clock_s
 
     @property
-    def seconds(self) -> float:
-        return 0.0 if self._left > 0 else self._jump
+    def error(self) -> float:
+        return 0.0 if self.left > 0 else self._jump
 
 
-def _tell(directory: Path, pipe: int, clock: _Jump) -> None:
+def _tell(directory: Path, pipe: int, clock: _Clock) -> None:
     """Has the interpreter tell of every file of the run that is about to be opened, renamed or removed."""
     root = str(directory)
 
@@ -171,7 +165,7 @@ def _tell(directory: Path, pipe: int, clock: _Jump) -> None:
         if event in ("open", "os.rename", "os.remove") and str(arguments[0]).startswith(root):
             name = os.path.basename(str(arguments[0]))
             kind = CHECKPOINT if ".ckpt" in name else VERDICT if name.startswith(".verdict") else OTHER
-            clock.step()
+            clock.left -= 1
             os.write(pipe, kind)
 
     sys.addaudithook(hook)
