@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -109,14 +110,15 @@ def whole_checkpoints(run_dir: Path, last_first: bool = False) -> Iterator[Path]
 
 
 def is_whole(checkpoint: Path | str) -> bool:
-    """Whether every byte of a checkpoint is as it was written, by the checksums in it; PyTorch itself checks none.
+    """Whether what a checkpoint holds is as it was written, by the checksums in it; PyTorch itself checks none.
 
-    Of a sharded checkpoint, a directory, only the file that is written last is read.
+    Damage to the archive's own records, which have no checksum, is found by opening it. Of a sharded checkpoint, a
+    directory, only the file that is written last is read.
     """
     try:
         with zipfile.ZipFile(state_file(checkpoint)) as archive:
-            return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile, EOFError, ValueError, NotImplementedError):
+            return archive.testzip() is None and global_step(checkpoint) >= 0
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError):  # what zipfile raises
         return False
 
 
