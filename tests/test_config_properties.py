@@ -312,13 +312,13 @@ def test_the_last_overlay_has_the_last_word(
         (folder / f"{n}.yaml").write_text(yaml.safe_dump(content))
         args += ["-c", str(folder / f"{n}.yaml")]
     resolved = resolve_run(args)
-    decided = yaml.safe_load(resolved.deciding)
+    decided = yaml.safe_load(resolved.named)
     for key, value in {key: value for overlay in overlays for key, value in overlay.items()}.items():
         found = decided
         for name in key.split("."):
             found = found[name]
         assert found == value, key
-    (folder / "all.yaml").write_text(resolved.deciding)  # what decides a run, as its one configuration, is that run
+    (folder / "all.yaml").write_text(resolved.named)  # what decides a run, as its one configuration, is that run
     assert resolve_run(["-c", str(folder / "all.yaml")]).config_hash == resolved.config_hash
 
 
