@@ -17,6 +17,7 @@ from callbacks.operand_attribution import OperandAttribution
 from callbacks.precision_switch import PrecisionSwitch
 from callbacks.qk_guard import QKGuard
 from callbacks.random_state import RandomState
+from callbacks.resumed_checkpoints import ResumedCheckpoints
 from callbacks.resumed_validation import ResumedValidation
 from callbacks.route_splice import RouteSplice
 from callbacks.run_progress_bar import RunProgressBar
@@ -45,6 +46,7 @@ __all__ = [
     "PrecisionSwitch",
     "QKGuard",
     "RandomState",
+    "ResumedCheckpoints",
     "ResumedValidation",
     "RouteSplice",
     "RunProgressBar",

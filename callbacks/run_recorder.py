@@ -50,7 +50,6 @@ class RunRecorder(Callback):
         self._first_step = 0
         self._data: dict[str, Any] = {}
         self._val_loss: float | None = None
-        self._saved = False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -90,23 +89,10 @@ class RunRecorder(Callback):
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # a killed run goes on from there and does not log again what came before, nor the step itself, whose metrics
-        # and validation are logged only after this
-        self._flush(trainer)
-        self._saved = True
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._saved:
-            self._flush(trainer)
-            self._saved = False
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._saved:  # a validation can be long, and its own result is still to come
-            self._flush(trainer)
-
-    @staticmethod
-    def _flush(trainer: Trainer) -> None:
+        # Lightning logs only after this; twice is once, for the last value of a step counts
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        if trainer.training and progress.processed > progress.completed:  # at the end of a batch
+            trainer._logger_connector.update_train_step_metrics()
         for logger in trainer.loggers:
             flush = getattr(getattr(logger, "experiment", None), "flush", None)
             if flush is not None:

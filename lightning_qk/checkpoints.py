@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -126,16 +127,17 @@ def whole_checkpoints(run_dir: Path, last_first: bool = False) -> Iterator[Path]
 
 
 def is_whole(checkpoint: Path | str) -> bool:
-    """Whether every byte of a checkpoint is as it was written, by the checksums in it; PyTorch itself checks none.
+    """Whether what a checkpoint holds is as it was written, by the checksums in it; PyTorch itself checks none.
 
-    A sharded checkpoint is a directory.
+    Damage to an archive's own records, which have no checksum, is found by opening it. A sharded checkpoint is a
+    directory: all of its shards are read.
     """
     if Path(checkpoint).is_dir() and not shards_are_whole(Path(checkpoint)):
         return False
     try:
         with zipfile.ZipFile(state_file(checkpoint)) as archive:
-            return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile, EOFError, ValueError, NotImplementedError):
+            return archive.testzip() is None and global_step(checkpoint) >= 0
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError):  # what zipfile raises
         return False
 
 

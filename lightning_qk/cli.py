@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 from argparse import ArgumentError
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,23 +23,23 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from typing_extensions import override
 
 import callbacks  # noqa: F401  (short class names in YAML resolve to imported classes)
 import lightning_qk.gaussian_data
 import lightning_qk.precision
 import lightning_qk.student_teacher  # noqa: F401
-from callbacks import CollapseStop, RandomState, ResumedValidation, RunRecorder
+from callbacks import CollapseStop, RandomState, ResumedCheckpoints, ResumedValidation, RunRecorder
 from lightning_qk.checkpoints import WholeCheckpointIO, global_step, last_checkpoint, refuse_code
 from lightning_qk.complaints import complain, explain
 from lightning_qk.data import TokenData
 from lightning_qk.fork import Fork
 from lightning_qk.module import GPTModule
 from lightning_qk.overlays import chooses_model, keep_overrides, nest_nulls, refuse_dropped_callbacks
+from lightning_qk.run_files import RunLogger, SaveConfig, remove_remains
 from lightning_qk.strategies import SPLITS_WEIGHTS
 from lightning_qk.verdict import read_verdict
 
@@ -208,6 +209,7 @@ class QKCLI(LightningCLI):
             return
         if options.run.overwrite and run_dir.exists():
             shutil.rmtree(run_dir)
+        remove_remains(run_dir)
         verdict = read_verdict(run_dir)
         used = verdict is not None or any(run_dir.glob("events.out.tfevents.*"))
         if options.ckpt_path is None and used:
@@ -257,7 +259,7 @@ class QKCLI(LightningCLI):
                 _resume_hash(options),
                 fork=self._fork,
             )
-            self.trainer_defaults["callbacks"] = [RandomState(), ResumedValidation(), recorder]
+            self.trainer_defaults["callbacks"] = [RandomState(), ResumedCheckpoints(), ResumedValidation(), recorder]
             if not any(str(one.get("class_path")).endswith("CollapseStop") for one in options.trainer.callbacks or []):
                 self.trainer_defaults["callbacks"].append(CollapseStop())  # every run gets a judge
         trainer = super().instantiate_trainer(**kwargs)
@@ -265,16 +267,18 @@ class QKCLI(LightningCLI):
             trainer.strategy.checkpoint_io = WholeCheckpointIO()
         return trainer
 
-    def _logger(self) -> TensorBoardLogger:
+    def _logger(self) -> RunLogger:
+        from lightning_qk.events import session_suffix  # here: parsing needs none of its imports
+
         options, run_dir = self._options, self.resolved.run_dir
         purge_step = None
         if options.ckpt_path is not None:
             purge_step = global_step(options.ckpt_path)
         elif any(run_dir.glob("events.out.tfevents.*")):
             purge_step = 0  # killed before its first checkpoint: starts over
-        return TensorBoardLogger(
+        return RunLogger(
             run_dir.parent.parent, name=run_dir.parent.name, version=run_dir.name, default_hp_metric=False,
-            purge_step=purge_step,
+            purge_step=purge_step, filename_suffix=session_suffix(run_dir),
         )  # fmt: skip
 
 
@@ -335,7 +339,14 @@ def _classes(args: list[str]) -> dict[str, Any]:
 
 def build(args: list[str], run: bool) -> QKCLI:
     """The CLI for ``args``; with ``run=False`` nothing is trained and there is no subcommand."""
-    return QKCLI(save_config_kwargs={"overwrite": True}, run=run, args=args, **_classes(args), **_SETTINGS)
+    return QKCLI(
+        save_config_callback=SaveConfig,
+        save_config_kwargs={"save_to_log_dir": False},
+        run=run,
+        args=args,
+        **_classes(args),
+        **_SETTINGS,
+    )
 
 
 class _ParseOnly(QKCLI):
@@ -383,7 +394,11 @@ def resolve_run(fit_args: list[str]) -> ResolvedRun:
 
 
 def main(args: list[str]) -> int:
-    """Runs a subcommand of Trainer; 0 when it is done, 2 when the configuration or its files are wrong."""
+    """Runs a subcommand of Trainer.
+
+    Returns:
+        0 when it is done, 2 when the configuration or its files are wrong, 143 when SIGTERM ended it between two steps.
+    """
     try:
         if threads := os.environ.get("LIGHTNING_QK_THREADS"):
             if not threads.isdecimal() or int(threads) < 1:
@@ -392,6 +407,8 @@ def main(args: list[str]) -> int:
         build(args, run=True)
     except RunFinished as finished:
         print(finished)
+    except SIGTERMException:
+        return 128 + signal.SIGTERM  # Lightning leaves it at 0, as if the run were done
     except (ValueError, OSError, MisconfigurationException) as error:
         return complain(error, args)
     return 0

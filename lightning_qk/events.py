@@ -34,6 +34,7 @@ class Series:
         return Series(self.steps[keep], self.values[keep])
 
 
+_SESSION = ".session_"
 Scalars = Mapping[Path, Mapping[str, Series]]
 """What each run logged, by run directory and tag."""
 
@@ -58,12 +59,26 @@ def read_history(run_dir: Path, tags: Collection[str] | None = None) -> tuple[di
         A series for each tag that was found, and what was wrong with the files.
     """
     found = [(read_event_file(path, tags), path) for path in sorted(run_dir.glob("events.out.tfevents.*"))]
-    # by the time of their first record, since names only hold seconds
-    files = sorted(((file, path) for file, path in found if file is not None), key=lambda pair: pair[0].wall_time)
+    # a clock can have jumped between two sessions; where they have no number, by the time of their first record
+    files = sorted(
+        ((file, path) for file, path in found if file is not None),
+        key=lambda pair: (session_of(pair[1]), pair[0].wall_time),
+    )
     problems = [f"{path.name} has {file.problem}; what comes before was read" for file, path in files if file.problem]
     names = dict.fromkeys(tag for file, _ in files for tag in file.points)
     history = {tag: _join([file for file, _ in files], tag) for tag in names}
     return {tag: series for tag, series in history.items() if len(series)}, problems
+
+
+def session_suffix(run_dir: Path) -> str:
+    """How the name of the next event file of a run is to end, so that its sessions can be told apart in their order."""
+    return f"{_SESSION}{len(list(run_dir.glob('events.out.tfevents.*')))}"
+
+
+def session_of(path: Path) -> int:
+    """Which of a run's sessions wrote an event file; -1 if its name does not say."""
+    _, _, number = path.name.rpartition(_SESSION)
+    return int(number) if _SESSION in path.name and number.isdecimal() else -1
 
 
 def _join(files: Sequence[EventFile], tag: str) -> Series:

@@ -117,7 +117,8 @@ class GPTModule(LossModule):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     @override
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # not at its end: that comes after a checkpoint of the step
         if not logging_is_due(self.trainer):
             return
         batches = self.trainer.fit_loop.total_batch_idx + 1  # over all epochs; batch_idx begins anew in each

@@ -12,7 +12,6 @@ named too.
 from __future__ import annotations
 
 import json
-import os
 from argparse import ArgumentError
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +44,7 @@ from lightning_qk.outcomes import (
 from lightning_qk.runs import Arm, Run, find_runs, group_arms, pick_opponents, pick_twins
 from lightning_qk.scaling_tables import scaling_tables
 from lightning_qk.tables import Table, as_csv, as_latex, as_text
+from lightning_qk.verdict import write_text_atomic
 
 NAMED = 8
 """Runs that a remark names before it only counts."""
@@ -240,13 +240,6 @@ def _encode(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_encode(item) for item in value]
     return str(float(value)) if isinstance(value, float) and not np.isfinite(value) else value
-
-
-def write_text_atomic(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old text or the new, never half of one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def write(report: Report, out: Path) -> None:

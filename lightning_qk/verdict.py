@@ -17,18 +17,17 @@ SCHEMA = 1
 STATUSES = ("completed", "collapsed", "nonfinite", "failed")
 
 
-def write_json_atomic(path: Path | str, value: Any) -> None:
-    """Writes JSON to a temporary name in the same directory, syncs it and renames it over ``path``.
+def write_text_atomic(path: Path | str, text: str) -> None:
+    """Writes a temporary name in the same directory, syncs it and renames it over ``path``.
 
-    Floats that are not finite become the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which JSON can hold.
+    A kill leaves the old file, or none, and the temporary one, which :func:`remove_stale` removes.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(_encode(value), file, indent=1, allow_nan=False)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
@@ -36,6 +35,21 @@ def write_json_atomic(path: Path | str, value: Any) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def remove_stale(directory: Path, *names: str) -> None:
+    """Removes the temporary files of a killed process; only for files that nobody else may be writing now."""
+    for name in names:
+        for stale in directory.glob(f".{name}.*"):
+            stale.unlink()
+
+
+def write_json_atomic(path: Path | str, value: Any) -> None:
+    """:func:`write_text_atomic` of JSON.
+
+    Floats that are not finite become the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which JSON can hold.
+    """
+    write_text_atomic(path, json.dumps(_encode(value), indent=1, allow_nan=False) + "\n")
 
 
 def write_sealed(path: Path | str, value: Mapping[str, Any]) -> None:

@@ -107,25 +107,31 @@ class Kill(Callback):
     Args:
         hook: the hook in which it happens.
         call: which call of the hook.
+        number: the signal.
+        rank: the rank that it happens to.
     """
 
-    def __init__(self, hook: str, call: int) -> None:
-        self.calls = 0
+    def __init__(self, hook: str, call: int, number: int = int(signal.SIGKILL), rank: int = 0) -> None:
+        self.calls, self.number, self.rank = 0, number, rank
         setattr(self, hook, self._hook(getattr(self, hook), call))
 
     def _hook(self, original: Any, call: int) -> Any:
         def hook(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
-            if self.calls == call:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if self.calls == call and args[0].global_rank == self.rank:
+                os.kill(os.getpid(), self.number)
             return original(*args, **kwargs)
 
         return hook
 
 
-def killed(args: list[str]) -> None:
+def killed(args: list[str], code: int = -signal.SIGKILL) -> None:
     """Runs the command line in a child of this process, which spares the imports, and sees it killed."""
-    child = multiprocessing.get_context("fork").Process(target=main, args=(args,))
+
+    def run() -> None:
+        sys.exit(main(args))
+
+    child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
     child.join(120)
-    assert child.exitcode == -signal.SIGKILL
+    assert child.exitcode == code

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from lightning_qk.cli import resolve_run
 from lightning_qk.report import main as report
 from lightning_qk.sweep import main as sweep
 
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, version("jsonargparse").split(".")[:2])) < (4, 49), reason="older jsonargparse says less of an error"
+)
 PLUGIN = "--trainer.plugins.init_args"
 
 

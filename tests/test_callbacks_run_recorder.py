@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from tiny import data, fault, fit, module
 
 from callbacks import CollapseStop, QKGuard, RunProgressBar, RunRecorder, SpectralMonitor
 from callbacks.run_recorder import _FIELDS
+from lightning_qk.events import read_scalars
 from lightning_qk.precision import FaultPrecision, MXGradient
 from lightning_qk.routes import attention_sites
 from lightning_qk.verdict import read_verdict, versions, write_json_atomic, write_sealed
@@ -231,28 +235,26 @@ def test_seconds_add_up_over_resumes() -> None:
 
 
 def test_events_are_on_disk_before_a_checkpoint_is(tmp_path: Path) -> None:
-    class Logger:
-        def __init__(self) -> None:
-            self.flushed = 0
-            self.experiment = self
+    """Those of the checkpoint's own step too: whoever goes on from it does not log them again."""
+    there: list[tuple[int, set[str]]] = []
 
-        def flush(self) -> None:
-            self.flushed += 1
+    class Reader(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            step = checkpoint["global_step"] - 1
+            there.append((step, {tag for tag, one in read_scalars(tmp_path).items() if step in one.steps}))
+            super().save_checkpoint(checkpoint, path, storage_options)
 
-    logger = Logger()
-    run: Any = type("Run", (), {"loggers": [logger, object()]})
-    RunRecorder().on_save_checkpoint(run, None, {})  # type: ignore[arg-type]
-    assert logger.flushed == 1
-    # what the step of the checkpoint logs, it logs after it
-    recorder = RunRecorder()
-    recorder.on_save_checkpoint(run, None, {})  # type: ignore[arg-type]
-    recorder.on_validation_start(run, None)  # type: ignore[arg-type]
-    assert logger.flushed == 3
-    for batch_idx in range(3):
-        recorder.on_train_batch_start(run, None, None, batch_idx)  # type: ignore[arg-type]
-    assert logger.flushed == 4
-    recorder.on_validation_start(run, None)  # type: ignore[arg-type]
-    assert logger.flushed == 4
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    save = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=2, save_top_k=-1)
+    plugins = [fault(), Reader()]
+    settings: dict[str, Any] = dict(logger=logger, enable_checkpointing=True, accumulate_grad_batches=2)
+    fit(tmp_path, [recorder(), SpectralMonitor(1), CollapseStop(), save], plugins, max_steps=5, **settings)
+    assert [step for step, _ in there] == [1, 3]
+    scalars = read_scalars(tmp_path)
+    for step, tags in there:
+        assert tags == {tag for tag, one in scalars.items() if step in one.steps}
+        assert {"loss/train", "tokens", "sigma/q", "collapse/excess"} <= tags
+    assert scalars["loss/train"].steps.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_an_amplified_error_is_in_the_verdict(tmp_path: Path) -> None:

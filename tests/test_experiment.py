@@ -266,7 +266,7 @@ def test_dry_run_from_the_command_line(config: Path, tmp_path: Path, capsys: pyt
         (("reference: fp32", "refrence: fp32"), "refrence"),
         (("name: demo", "name: ["), "demo.yaml"),
         (("model.bias: false", "run.overwrite: true"), "overrides: run.overwrite is the sweep's own"),
-        (("name: demo", "name: demo\nexecutor: pbs"), "pbs"),
+        (("name: demo", "name: demo\nexecutor: pbs"), "executor"),
         (("name: demo", "name: demo\nexecutor: slurm"), "slurm.time: missing"),
         (("name: demo", "name: demo\nexecutor: slurm\nslurm: {time: 12:00:00}"), "slurm.time: 43200 must be minutes"),
         (("name: demo", "name: demo\nexecutor: slurm\nslurm: {time: '12:00:00'}"), "such as 0-12:00:00"),

@@ -17,7 +17,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_qk.event_file import read_event_file
-from lightning_qk.events import read_history, read_scalars
+from lightning_qk.events import read_history, read_scalars, session_of, session_suffix
 
 
 def write_events(path: Path, steps: range, value: float, purge: int | None = None, new_style: bool = False) -> None:
@@ -171,6 +171,29 @@ def test_files_are_read_in_the_order_they_were_begun(tmp_path: Path) -> None:
     one("1.a", 20.0, 2.0)
     one("1.b", 10.0, 1.0)
     assert read_scalars(tmp_path)["x"].values.tolist() == [2.0]
+
+
+def test_sessions_keep_their_order_though_the_clock_was_set_back(tmp_path: Path) -> None:
+    for purge, steps in ((None, range(3)), (0, range(6)), (4, range(4, 8))):
+        with SummaryWriter(str(tmp_path), purge_step=purge, filename_suffix=session_suffix(tmp_path)) as writer:
+            for step in steps:
+                writer.add_scalar("x", len(steps), step)
+    files = {session_of(path): path for path in tmp_path.iterdir()}
+    assert sorted(files) == [0, 1, 2]
+    for session, path in files.items():  # each an hour before the one that it follows
+        events = list(LegacyEventFileLoader(str(path)).Load())
+        for event in events:
+            event.wall_time -= 3600 * session
+        path.unlink()
+        write_file(tmp_path / f"events.out.tfevents.{events[0].wall_time:010.0f}.host.1.0.session_{session}", events)
+    series = read_scalars(tmp_path)["x"]
+    assert series.steps.tolist() == list(range(8))
+    assert series.values.tolist() == [6.0] * 4 + [4.0] * 4
+
+
+@pytest.mark.parametrize("name", ["1.host.7.0", "1.host.session_x", "1.host.session_"])
+def test_a_file_of_another_writer_has_no_session(name: str) -> None:
+    assert session_of(Path(f"events.out.tfevents.{name}")) == -1
 
 
 def test_truncated_and_empty_event_files(tmp_path: Path) -> None:

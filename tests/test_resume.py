@@ -10,7 +10,9 @@ import pytest
 import torch
 from runs import callback, finish, killed, outcome, run_args, run_dir, start, write_tokens
 
+from lightning_qk.checkpoints import global_step
 from lightning_qk.cli import main
+from lightning_qk.verdict import read_verdict
 
 # ModelCheckpoint and validation come every 3 steps. A training batch has a start and an end; checkpoint calls come in
 # pairs, step_3.ckpt and then last.ckpt.
@@ -116,6 +118,41 @@ def test_killed_again_and_again(tmp_path: Path, tokens: dict[str, Any], whole: d
     micro = 2 if arm == "rich" else 1
     kills = [("on_train_batch_end", 2 * micro), *[("on_train_batch_start", 5 * micro)] * 2, ("on_train_batch_end", 1)]
     assert resumed(arm, tmp_path, tokens, kills) == whole[arm]
+
+
+def test_killed_between_two_micro_batches_of_a_resumed_step(
+    tmp_path: Path, tokens: dict[str, Any], whole: dict[str, dict[str, Any]]
+) -> None:
+    """The step that a run goes on from is not saved again with half of the next one's gradient behind it."""
+    kills = [("on_train_batch_start", 8), ("on_train_batch_start", 2)]  # the third step is saved after batch 6
+    assert resumed("rich", tmp_path, tokens, kills) == whole["rich"]
+
+
+def test_files_of_a_killed_run_are_written_over(
+    tmp_path: Path, tokens: dict[str, Any], whole: dict[str, dict[str, Any]]
+) -> None:
+    args = ["fit", *plain(tmp_path, tokens), "--ckpt_path", "last"]
+    killed([*args, f"--trainer.callbacks+={callback('runs.Kill', hook='on_train_batch_start', call=8)}"])
+    directory = run_dir(tmp_path) / "checkpoints"
+    for name in ("last.ckpt", "step_9.ckpt"):
+        (directory / name).write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match=r"last\.ckpt is damaged"):
+        assert main(args) == 0
+    assert outcome(run_dir(tmp_path)) == whole["plain"]
+    # Lightning keeps the one that it went on from
+    steps = {"last.ckpt": 9, "step_9.ckpt": 9, "step_6.ckpt": 6}
+    assert {path.name: global_step(path) for path in directory.iterdir()} == steps
+
+
+def test_a_terminated_run_says_so_by_its_exit_status(
+    tmp_path: Path, tokens: dict[str, Any], whole: dict[str, dict[str, Any]]
+) -> None:
+    args = ["fit", *plain(tmp_path, tokens), "--ckpt_path", "last"]
+    kill = callback("runs.Kill", hook="on_before_backward", call=5, number=int(signal.SIGTERM))
+    killed([*args, f"--trainer.callbacks+={kill}"], code=128 + signal.SIGTERM)
+    assert read_verdict(run_dir(tmp_path)) is None
+    assert main(args) == 0
+    assert outcome(run_dir(tmp_path)) == whole["plain"]
 
 
 def test_a_process_that_is_killed_from_outside(tmp_path: Path, tokens: dict[str, Any], whole: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import pytest
 from campaign import finished, write_campaign
 from sweep_lab import Lab
 
+from lightning_qk.manifest import Manifest
 from lightning_qk.sweep import main
 
 KILLS = 5
@@ -80,6 +81,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
 
     def check() -> None:
         starts = Counter(lab.launched())
+        assert Manifest(lab.path("")).hashes().keys() <= expected.keys()  # its checksum holds
         for name, found in lab.verdicts().items():
             assert found == expected[name]
             label = name.replace("/", "-")
@@ -96,20 +98,6 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     assert resumptions(lab.path("")) >= 2
 
 
-def assert_same(run: dict[str, Any], expected: dict[str, Any]) -> None:
-    """The same verdict, and the same curves, but for what was logged of the last step before a checkpoint.
-
-    Lightning logs that step only after it has written the checkpoint, and whoever goes on from there does not log it
-    again: a kill between the two, which no caller can see coming, costs a point of the curves and no number.
-    """
-    assert run["verdict"] == expected["verdict"]
-    assert run["curves"].keys() == expected["curves"].keys()
-    for tag, (steps, values) in expected["curves"].items():
-        whole, found = dict(zip(steps, values, strict=True)), dict(zip(*run["curves"][tag], strict=True))
-        assert found.items() <= whole.items(), tag
-        assert all((step + 1) % 3 == 0 for step in whole.keys() - found.keys()), tag
-
-
 @pytest.mark.slow
 def test_trainings_killed_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
@@ -123,7 +111,7 @@ def test_trainings_killed_at_random_moments(tmp_path: Path, monkeypatch: pytest.
     def check() -> None:
         for name, run in finished(root).items():
             assert seen.setdefault(name, run) == run
-            assert_same(run, expected[name])
+            assert run == expected[name]
 
     command = [sys.executable, "-m", "lightning_qk", "sweep", "-c", str(config), "--root", str(root)]
     command += ["--jobs", "2", "--report", "false"]
