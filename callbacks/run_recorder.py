@@ -90,7 +90,7 @@ class RunRecorder(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # a killed run goes on from there and does not log again what came before, nor the step itself, whose metrics
         # Lightning logs only after this; twice is once, for the last value of a step counts
-        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         if trainer.training and progress.processed > progress.completed:  # at the end of a batch
             trainer._logger_connector.update_train_step_metrics()
         for logger in trainer.loggers:
