@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing_extensions import override
 from lightning_qk.verdict import SCHEMA, VERDICT_FILE, in_words, versions, write_json_atomic, write_sealed
 
 _FIELDS = ("collapse_step", "guard_step", "loss", "min_loss", "sigma_q", "sigma_k", "max_logit", "max_logit_peak")
+_FINITE = ("loss", "val_loss", "sigma_q", "sigma_k", "max_logit", "max_logit_peak", "guard_logit")
 
 
 class RunRecorder(Callback):
@@ -88,7 +90,7 @@ class RunRecorder(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # a killed run goes on from there and does not log again what came before, nor the step itself, whose metrics
         # Lightning logs only after this; twice is once, for the last value of a step counts
-        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         if trainer.training and progress.processed > progress.completed:  # at the end of a batch
             trainer._logger_connector.update_train_step_metrics()
         for logger in trainer.loggers:
@@ -147,10 +149,10 @@ class RunRecorder(Callback):
     def _verdict(self, trainer: Trainer, error: str | None) -> None:
         if not trainer.is_global_zero:
             return
-        fields = self._fields(trainer)
+        fields = _without_silence({**self._fields(trainer), "val_loss": self._val_loss}, trainer.global_step)
         verdict = {
             "schema": SCHEMA,
-            "status": "failed" if error else fields.pop("status", "completed"),
+            "status": "failed" if error else fields.pop("status"),
             "experiment": self.experiment,
             "arm": self.arm,
             "seed": self.seed,
@@ -158,7 +160,6 @@ class RunRecorder(Callback):
             "max_steps": trainer.max_steps,
             **{name: fields.pop(name, None) for name in _FIELDS},
             **{name: value for name, value in fields.items() if name != "status"},
-            "val_loss": self._val_loss,
             "seconds": self._seconds + time.monotonic() - self._started,
             "data": self._data,
             "versions": versions(),
@@ -169,6 +170,19 @@ class RunRecorder(Callback):
         }
         write_sealed(Path(trainer.default_root_dir) / VERDICT_FILE, verdict)
         print(f"{in_words(verdict)}: {trainer.default_root_dir}")
+
+
+def _without_silence(fields: dict[str, Any], step: int) -> dict[str, Any]:
+    """Turns ``completed`` into ``nonfinite`` where a reading is not finite.
+
+    That of a loss or a gradient in training is CollapseStop's; left over is what comes after the last step (weights,
+    validation), and what the loss does not show.
+    """
+    status = fields.get("status", "completed")
+    readings = [value for name in _FINITE if (value := fields.get(name)) is not None]
+    if status == "completed" and not all(map(math.isfinite, readings)):
+        return {**fields, "status": "nonfinite", "collapse_step": step}
+    return {**fields, "status": status}
 
 
 def _with_lead(warnings: dict[str, dict[str, Any]], collapse_step: int | None) -> dict[str, dict[str, Any]]:

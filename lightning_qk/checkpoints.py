@@ -15,6 +15,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_qk.sharded import read_index, shards_are_whole
+
 
 class WholeCheckpointIO(TorchCheckpointIO):
     """Writes to a temporary name in the same directory, syncs and renames; never unpickles more than plain values.
@@ -69,6 +71,21 @@ def unreadable(path: str | Path, error: Exception) -> ValueError:
     )
 
 
+def refuse_code(checkpoint: Path | str) -> None:
+    """Refuses a sharded checkpoint whose index, which PyTorch unpickles, holds more than an index does.
+
+    A checkpoint that is one file is looked at when it is loaded.
+
+    Raises:
+        ValueError: the message has its path.
+    """
+    if Path(checkpoint).is_dir():
+        try:
+            read_index(Path(checkpoint))
+        except (pickle.UnpicklingError, OSError) as error:
+            raise unreadable(checkpoint, error) from error
+
+
 def global_step(checkpoint: Path | str) -> int:
     """Optimizer steps that a checkpoint has behind it.
 
@@ -112,9 +129,11 @@ def whole_checkpoints(run_dir: Path, last_first: bool = False) -> Iterator[Path]
 def is_whole(checkpoint: Path | str) -> bool:
     """Whether what a checkpoint holds is as it was written, by the checksums in it; PyTorch itself checks none.
 
-    Damage to the archive's own records, which have no checksum, is found by opening it. Of a sharded checkpoint, a
-    directory, only the file that is written last is read.
+    Damage to an archive's own records, which have no checksum, is found by opening it. A sharded checkpoint is a
+    directory: all of its shards are read.
     """
+    if Path(checkpoint).is_dir() and not shards_are_whole(Path(checkpoint)):
+        return False
     try:
         with zipfile.ZipFile(state_file(checkpoint)) as archive:
             return archive.testzip() is None and global_step(checkpoint) >= 0

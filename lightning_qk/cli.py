@@ -33,7 +33,7 @@ import lightning_qk.gaussian_data
 import lightning_qk.precision
 import lightning_qk.student_teacher  # noqa: F401
 from callbacks import CollapseStop, RandomState, ResumedCheckpoints, ResumedValidation, RunRecorder
-from lightning_qk.checkpoints import WholeCheckpointIO, global_step, last_checkpoint
+from lightning_qk.checkpoints import WholeCheckpointIO, global_step, last_checkpoint, refuse_code
 from lightning_qk.complaints import complain, explain
 from lightning_qk.data import TokenData
 from lightning_qk.fork import Fork
@@ -242,6 +242,8 @@ class QKCLI(LightningCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         options, run_dir = self._options, self.resolved.run_dir
+        if options.get("ckpt_path") is not None:
+            refuse_code(options.ckpt_path)
         kwargs.setdefault("default_root_dir", str(run_dir))
         if options.trainer.get("enable_progress_bar") is False:  # Lightning would call the base's bar a contradiction
             listed = self._get(self.config_init, "trainer").callbacks or []

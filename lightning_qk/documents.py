@@ -58,9 +58,9 @@ class HubDocuments:
             if "scripts are no longer supported" not in str(error):
                 raise
             raise ValueError(
-                f"dataset={self.dataset!r} (revision={self.revision!r}) is made by a loading script, which datasets 4"
-                " and later do not run. Give a `revision` of it that holds data files (conversions are among the"
-                " discussions on its page and named refs/pr/<number>), install datasets<4, or name another `dataset`."
+                f"dataset={self.dataset!r} (revision={self.revision!r}) is made by a loading script, which is code and"
+                " not run. Give a `revision` of it that holds data files (conversions are among the discussions on its"
+                " page and named refs/pr/<number>), or name another `dataset`."
             ) from error
         if self.text_column not in self.rows.column_names:
             raise ValueError(

@@ -20,7 +20,7 @@ class LossModule(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.val_loss = MeanMetric()
+        self.val_loss = MeanMetric(nan_strategy=math.nan)  # its default leaves NaN out
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -143,9 +143,13 @@ def keep_overrides(args: Sequence[str]) -> list[str]:
         kept.append(argument)
         own = _model(_file(args, index)).get("overrides")
         if isinstance(own, dict):
-            kept += [f"--model.overrides.{key}={json.dumps(merged[key])}" for key in merged if key not in own]
+            kept += [f"--model.overrides.{key}={_as_argument(merged[key])}" for key in merged if key not in own]
             merged |= own
     return kept
+
+
+def _as_argument(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)  # the parser would keep a text's quotes
 
 
 def chooses_model(args: Sequence[str]) -> bool:

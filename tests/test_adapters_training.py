@@ -38,6 +38,19 @@ class Encoder(nn.Module):
         return self.head(self.layers(self.embedding(tokens_BT), mask=mask, is_causal=True))
 
 
+class Seq2Seq(Encoder):
+    """A language model made of ``nn.Transformer``: three attentions, of which one looks from decoder to encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Transformer(32, 4, 1, 1, 48, dropout=0.0, batch_first=True, norm_first=True)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x = self.embedding(tokens_BT)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.head(self.layers(x, x, src_mask=mask, tgt_mask=mask, memory_mask=mask))
+
+
 class Mine(LightningModule):
     """A LightningModule as anyone would write it."""
 
@@ -83,7 +96,8 @@ class Watch(Callback):
 
 def model(name: str) -> nn.Module:
     family, _, attention = name.partition("-")
-    return Encoder() if family == "encoder" else language_model(family, attention, 8.0)
+    own = {"encoder": Encoder, "transformer": Seq2Seq}
+    return own[family]() if family in own else language_model(family, attention, 8.0)
 
 
 def batches() -> DataLoader[Tensor]:
@@ -107,7 +121,7 @@ def threshold(watch: Watch) -> tuple[int, float]:
     return step + 1, (max(logits[:step]) + logits[step]) / 2
 
 
-MODELS = ["gpt2-eager", "gpt2-sdpa", "llama-eager", "llama-sdpa", "qwen2-eager", "qwen2-sdpa", "encoder"]
+MODELS = ["gpt2-eager", "gpt2-sdpa", "llama-eager", "llama-sdpa", "qwen2-eager", "qwen2-sdpa", "encoder", "transformer"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,7 +130,8 @@ def test_guard_and_monitor_work_on_a_model_of_another_library(tmp_path: Path, na
     step, limit = threshold(plain)
     guard, monitor = QKGuard(limit), SpectralMonitor(1)
     mine, guarded = run(tmp_path, name, [guard, monitor])
-    assert guard.history == [{"step": step, "layers": [0, 1], "logit": pytest.approx(plain.logits[step - 1])}]
+    layers = [0, 1, 2] if name == "transformer" else [0, 1]
+    assert guard.history == [{"step": step, "layers": layers, "logit": pytest.approx(plain.logits[step - 1])}]
     assert guarded.losses[:step] == plain.losses[:step] and guarded.losses[step] != plain.losses[step]
     assert max(guarded.logits[step:]) <= math.sqrt(8) * (1 + 1e-5) < limit
     assert all(site.heads_on("qk_norm") == (0, 1, 2, 3) for site in attention_sites(mine))

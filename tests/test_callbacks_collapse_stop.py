@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from tiny import fault, fit
+from tiny import fault, fit, module
+from torch import Tensor
 
-from callbacks import CollapseStop
+from callbacks import CollapseStop, RouteSplice
+from callbacks.collapse_stop import _finite_gradient
+from lightning_qk.precision import FaultPrecision, GradientFault
 
 
 def judged(losses: Iterable[float], ended: bool = True, **settings: Any) -> CollapseStop:
@@ -154,6 +158,56 @@ def test_a_trainer_always_stops_at_a_loss_that_is_not_finite(tmp_path: Path, sto
     _, recording = fit(tmp_path, [Diverge(1, math.nan), judge], max_steps=5)
     assert len(recording.losses) == 2
     assert judge.verdict_fields()["status"] == "nonfinite" and judge.verdict_fields()["collapse_step"] == 2
+
+
+class Poison(Callback):
+    """Makes one element of one gradient of a step something else, before clipping."""
+
+    def __init__(self, step: int, value: float) -> None:
+        self.step, self.value = step, value
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if trainer.global_step + 1 == self.step:
+            p = next(p for p in pl_module.parameters() if p.grad is not None)
+            p.grad.view(-1)[-1] = self.value  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stop", [True, False])
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(("value", "steps"), [(math.nan, 2), (math.inf, 2), (1e15, 3)])
+def test_a_gradient_that_is_not_finite_ends_it_in_its_own_step(
+    tmp_path: Path, value: float, steps: int, clip: float | None, stop: bool
+) -> None:
+    """The last step's too, of which no loss tells; one that is only large does not."""
+    for last in (2, 3):
+        judge = CollapseStop(stop=stop)
+        model = module(optimizer="sgd", lr=1e-30)
+        settings: dict[str, Any] = dict(max_steps=last, gradient_clip_val=clip)
+        _, recording = fit(tmp_path, [Poison(2, value), judge], model=model, **settings)
+        assert len(recording.losses) == min(steps, last)
+        fields = judge.verdict_fields()
+        expected = ("completed", None) if math.isfinite(value) else ("nonfinite", 2)
+        assert (fields["status"], fields["collapse_step"]) == expected
+
+
+def test_a_gradient_that_a_splice_cleans_is_not_held_against_the_run(tmp_path: Path) -> None:
+    class PoisonsFinished(GradientFault):
+        def quantise(self, gradient: Tensor, seed: int) -> Tensor:
+            return gradient * math.nan
+
+    for splice, status in (([RouteSplice("qk")], "completed"), ([], "nonfinite")):
+        judge, plugin = CollapseStop(), FaultPrecision(gradient=PoisonsFinished("qk"), base="fp32")
+        fit(tmp_path, [judge, *splice], plugin)
+        assert judge.status == status
+
+
+def test_sparse_gradients_are_looked_at(tmp_path: Path) -> None:
+    for value, status in ((1.0, "completed"), (math.nan, "nonfinite")):
+        embedding, judge = torch.nn.Embedding(4, 2, sparse=True), CollapseStop()
+        (embedding(torch.tensor([1, 2])) * torch.tensor([1.0, value])).sum().backward()
+        embedding.device = torch.device("cpu")  # type: ignore[assignment]
+        judge.judge(1.0, 1, _finite_gradient(SimpleNamespace(world_size=1), embedding))  # type: ignore[arg-type]
+        assert judge.status == status
 
 
 def test_the_loss_judged_is_the_mean_of_the_micro_batches(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from callbacks import CollapseStop, QKGuard, RunProgressBar, RunRecorder, Spectr
 from callbacks.run_recorder import _FIELDS
 from lightning_qk.events import read_scalars
 from lightning_qk.precision import FaultPrecision, MXGradient
+from lightning_qk.routes import attention_sites
 from lightning_qk.verdict import read_verdict, versions, write_json_atomic, write_sealed
 
 ALL = {
@@ -103,6 +104,41 @@ def test_numbers_that_are_not_finite_survive_the_file(tmp_path: Path) -> None:
     assert (verdict["status"], verdict["collapse_step"], verdict["step"]) == ("nonfinite", 3, 3)
     assert math.isnan(verdict["sigma_q"])
     assert json.loads((tmp_path / "progress.json").read_text())["loss"] == "nan"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_the_last_step_ruins_are_a_verdict(tmp_path: Path, value: float) -> None:
+    """No loss has seen them: sigma has."""
+
+    def poison(trainer: Trainer, outputs: Any) -> None:
+        with torch.no_grad():
+            attention_sites(trainer.lightning_module)[0].q_proj.weight[0, 0] = value
+
+    fit(tmp_path, [At(2, poison), SpectralMonitor(1), CollapseStop(), recorder()], fault(), max_steps=3)
+    verdict = read_verdict(tmp_path)
+    assert verdict is not None and math.isfinite(verdict["loss"]) and not math.isfinite(verdict["sigma_q"])
+    assert (verdict["status"], verdict["collapse_step"], verdict["step"]) == ("nonfinite", 3, 3)
+
+
+def test_a_validation_loss_that_is_not_finite_is_a_verdict(tmp_path: Path) -> None:
+    """One batch of several is enough; in training all is well."""
+    model = module()
+    forward = model.forward
+    losses: list[float] = []
+
+    def ruined(*batch: Any) -> torch.Tensor:
+        loss = forward(*batch)
+        if not model.training:
+            losses.append(math.nan if losses else float(loss))
+            loss = loss * losses[-1]
+        return loss
+
+    model.forward = ruined  # type: ignore[method-assign]
+    settings: dict[str, Any] = dict(max_steps=2, limit_val_batches=2, val_check_interval=2)
+    fit(tmp_path, [CollapseStop(), recorder()], model=model, **settings)
+    verdict = read_verdict(tmp_path)
+    assert verdict is not None and len(losses) == 2 and math.isnan(verdict["val_loss"])
+    assert (verdict["status"], verdict["collapse_step"]) == ("nonfinite", 2) and math.isfinite(verdict["loss"])
 
 
 def test_progress_is_written_as_it_goes(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def test_the_bare_loop_needs_no_lightning(tmp_path: Path) -> None:
     (code,) = [block.values[0] for block in CODE if "optimizer.zero_grad" in str(block.values[0])]
     check = (
         "\nimport sys\nassert len(sites) == 2 and sigma_q > 0 and logit == logit\nassert 'lightning' not in sys.modules"
+        "\nassert rule.status == 'completed' and rule.verdict_fields()['loss'] > 0"
     )
     command = [sys.executable, "-c", str(code) + check]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -92,6 +92,25 @@ REORDERED = {
 }
 
 
+class Climb(Callback):
+    """A loss that is 2 nat higher from the third step on, to whoever judges it."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.fit_loop.total_batch_idx >= 2 * trainer.accumulate_grad_batches:
+            outputs["loss"] = outputs["loss"] + 2 / trainer.accumulate_grad_batches
+
+
+EVERYTHING = case(
+    *(RouteSplice, partial(DirectionProbe, "on_target"), bias, partial(SpectralMonitor, 1)),
+    *(partial(QKGuard, 0.029), Climb, partial(CollapseStop, window=1, stop=False)),
+    plugin=partial(fault, gradient=GradientFault("mlp", block=8)),
+    arguments={"activation_checkpointing": True, "optimizer": "sgd", "lr": 0.3},
+    settings={**NO_CLIP, "accumulate_grad_batches": 2, "max_steps": 4},
+)
+
+
 def runs(root: Path, one: Case, strategies: Any) -> dict[str, tuple[Any, Any]]:
     work = {s.__name__: partial(lambda s: run(root / s.__name__, one, s()), s) for s in strategies}
     found = on_two_ranks(root, work)
@@ -160,6 +179,14 @@ def test_two_shards_are_one_process(tmp_path: Path, name: str) -> None:
     logged = found["fsdp"][0]["logged"]
     assert name != "clipping" or logged["grad/clip_coef"] < 0.1
     assert_one_process(tmp_path, REORDERED[name], found["fsdp"])
+
+
+def test_everything_at_once_is_the_same_however_it_is_spread(tmp_path: Path) -> None:
+    """Accumulation and recomputation; both faults, a splice, a probe, a guard that fires and a collapse in mid-run."""
+    for ranks in runs(tmp_path, EVERYTHING, (ddp, fsdp)).values():
+        assert_one_process(tmp_path, EVERYTHING, ranks)
+        guard, judge = (ranks[0]["fields"][name] for name in ("QKGuard", "CollapseStop"))
+        assert guard["guard_step"] == 2 and (judge["status"], judge["collapse_step"]) == ("collapsed", 3)
 
 
 def test_muon_in_shards_is_one_process_up_to_its_bfloat16(tmp_path: Path) -> None:

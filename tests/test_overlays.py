@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
+from lightning_qk.cli import resolve_run
 from lightning_qk.overlays import (
     PACKAGED,
     find_config,
@@ -33,13 +35,26 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 def test_a_later_file_keeps_what_it_does_not_name(files: dict[str, str]) -> None:
     args = ["fit", "-c", files["size"], "-c", files["plain"], f"--config={files['arm']}", "--model.overrides.context=8"]
-    again = ["--model.overrides.context=64", '--model.overrides.name="a b"']
+    again = ["--model.overrides.context=64", "--model.overrides.name=a b"]
     assert keep_overrides(args) == [*args[:-1], *again, args[-1]]  # the command line has the last word
 
 
 def test_the_first_file_comes_back_if_it_is_last_too(files: dict[str, str]) -> None:
     args = ["-c", files["arm"], "-c", files["size"]]
     assert keep_overrides(args) == [*args, "--model.overrides.softcap=50.0"]
+
+
+def test_values_that_are_given_again_are_read_as_in_their_file(tmp_path: Path) -> None:
+    """The parser reads 1e-4 as a number, PyYAML as text."""
+    texts = ["{positions: rope, z_loss: 1e-4, bias: true}", "{softcap: 50}"]
+    args: list[str] = []
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.yaml").write_text(f"model: {{overrides: {text}}}")
+        args += ["-c", str(tmp_path / f"{number}.yaml")]
+    base = ["-c", "configs/base.yaml", "-c", "configs/proxy.yaml"]
+    content = yaml.safe_load(resolve_run(find_configs([*base, *args])).deciding)["model"]["overrides"]
+    expected = {"positions": "rope", "z_loss": 1e-4, "bias": True, "softcap": 50}
+    assert {key: content[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", ["plain", "none", "broken", "list", "missing"])

@@ -37,7 +37,7 @@ from kernels import mx_quantize
 from lightning_qk.precision import MXGradient
 from lightning_qk.routes import ROUTES, route_parameters
 
-MODELS = ["gpt2-sdpa", "llama-sdpa", "qwen2-sdpa", "encoder"]
+MODELS = ["gpt2-sdpa", "llama-sdpa", "qwen2-sdpa", "encoder", "transformer"]
 
 
 class Kept(Callback):
