@@ -1,4 +1,4 @@
-"""Every command of README and results log runs: `fit` for two steps, `sweep` as far as the configurations of its arms."""
+"""Every command of README, results log and speed page: `fit` runs two steps, `sweep` checks the arms it would run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_qk.__main__ import main
 from lightning_qk.verdict import read_verdict
 
 ROOT = Path(__file__).parents[1]
-# the README and the results log, which has the commands of all tables; lines that go on are joined
-README = "".join((ROOT / name).read_text() for name in ("README.md", "docs/guide/results.md")).replace("\\\n", "")
+PAGES = ("README.md", "docs/guide/results.md", "docs/guide/speed.md")
+README = "".join((ROOT / name).read_text() for name in PAGES).replace("\\\n", "")  # lines that go on are joined
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 OURS = re.compile(r"(?:python -m lightning_qk |lightning-qk |(?=sweep ))(.*)")
 # environments, CI's own steps, servers and builders of pages, which have tests of their own
