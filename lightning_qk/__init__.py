@@ -1,15 +1,18 @@
 """Train a GPT in Lightning, break its arithmetic, watch the query-key channel run away, and stop it there."""
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-import kernels as _kernels
-
-if not hasattr(_kernels, "streaming_attention"):
-    raise ImportError(
-        f"`import kernels` found {getattr(_kernels, '__file__', _kernels)!r}, not the package that lightning_qk ships: "
-        "another distribution uses the same name (PyPI has a `kernels`). Run `pip uninstall kernels` and install "
-        "lightning-qk again, or use a fresh virtual environment."
-    )
+for _name in ("kernels", "callbacks"):
+    _spec, _ours = find_spec(_name), Path(__file__).parents[1] / _name
+    if _spec is None or _spec.origin is None or Path(_spec.origin).resolve().parent != _ours.resolve():
+        _found = _spec and (_spec.origin or next(iter(_spec.submodule_search_locations or ()), None))
+        raise ImportError(
+            f"`import {_name}` finds {_found}, not {_ours}, the package that lightning_qk ships. A folder of your own: "
+            f"rename it or start from another directory. Another distribution (PyPI has a `kernels`): "
+            f"`pip uninstall {_name}` and install lightning-qk again."
+        )
 
 _EXPORTS = {
     "GPT": "model",

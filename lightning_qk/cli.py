@@ -229,6 +229,8 @@ class QKCLI(LightningCLI):
                 raise FileNotFoundError(f"--ckpt_path last: {run_dir} is finished and has no checkpoint to go on from.")
             if options.ckpt_path is None:
                 print(f"--ckpt_path last: {run_dir} has no checkpoint to go on from; starting at its beginning.")
+            else:
+                print(f"going on from step {global_step(options.ckpt_path)}: {options.ckpt_path}")
 
     def _begin_with_fork(self) -> None:
         """Takes the other run's checkpoint where this run has none of its own yet."""

@@ -285,7 +285,7 @@ def make_report(
 
     Args:
         directories: Experiment, arm or run directories.
-        out: Where to write; the experiment's directory by default.
+        out: Where to write; the experiment's directory by default, if that is what is reported.
         reference: The arm that the others are compared with, in place of the twins that the sweep named.
         against: A second arm to compare them with.
 
@@ -296,6 +296,12 @@ def make_report(
     experiments = {run.path.parent.parent for run in runs}
     if out is None and len(experiments) > 1:
         raise ValueError(f"{len(experiments)} experiments in one report: say where to write it with --out DIR")
+    given = {directory.resolve() for directory in directories}
+    if out is None and not any(given & {one, *one.parents} for one in experiments):
+        raise ValueError(
+            f"{directories[0]} is only a part of {experiments.pop()}, whose report would be replaced: "
+            "say where to write with --out DIR"
+        )
     out = out if out is not None else experiments.pop()
     report = gather(runs, reference, against)
     write(report, out)
@@ -309,7 +315,10 @@ def main(args: list[str] | None = None) -> int:
     )
     parser.add_argument("dirs", type=str, nargs="+", help="experiment, arm or run directories, e.g. runs/demo")
     parser.add_argument(
-        "--out", type=str | None, default=None, help="where to write; default: the experiment directory"
+        "--out",
+        type=str | None,
+        default=None,
+        help="where to write; default: the experiment directory, given whole",
     )
     parser.add_argument("--reference", type=str | None, default=None, help="the arm to compare the others with")
     parser.add_argument(

@@ -365,12 +365,14 @@ def test_importing_the_package_is_light(tmp_path: Path) -> None:
     assert done.stdout.split() == ["[]", "False", "StdlibCorpus", "True"], done.stderr
 
 
-def test_another_package_called_kernels_is_recognised(tmp_path: Path) -> None:
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "__init__.py").write_text("def get_kernel(): ...\n")
+@pytest.mark.parametrize("name", ["kernels", "callbacks"])
+def test_another_package_of_that_name_is_recognised(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("def get_kernel(): ...\n")
     done = python("import lightning_qk", tmp_path, path=tmp_path)
     assert done.returncode != 0
-    assert str(tmp_path / "kernels" / "__init__.py") in done.stderr and "pip uninstall kernels" in done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert str(tmp_path / name / "__init__.py") in said and "rename it" in said and f"pip uninstall {name}" in said
 
 
 def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:

@@ -231,6 +231,18 @@ def test_json_format_and_other_directory(experiment: Path, tmp_path: Path, capsy
     assert not (experiment / "report.md").exists()
 
 
+@pytest.mark.parametrize("part", ["fp32", "fp32/seed_0"])
+def test_a_part_does_not_replace_the_report_of_all(
+    part: str, experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(experiment / part)]) == 2
+    assert "is only a part of" in (error := capsys.readouterr().err) and "--out DIR" in error
+    assert not (experiment / "report.md").exists()
+    assert main([str(experiment / part), "--out", str(tmp_path / "out")]) == 0
+    assert main([str(experiment.parent)]) == 0, "above it"
+    assert (experiment / "report.md").exists()
+
+
 def test_latex_is_escaped_and_ruled(experiment: Path) -> None:
     make_report([experiment])
     text = (experiment / "report.tex").read_text()
