@@ -168,7 +168,8 @@ def tables(report: Report) -> list[Table]:
         Table(
             "Outcome",
             [arm_row(arm) for arm in report.arms],
-            "Wilson 95 % intervals. Over seeds: mean loss, largest peak logit, median of the rest, [min..max].",
+            "Wilson 95 % intervals. Over seeds: mean loss, largest peak logit, median of the rest, [min..max]. A run's "
+            "final loss is the mean of its last 50 steps, its peak logit the largest that the monitor sampled.",
         ),
         Table(
             "Survival",
