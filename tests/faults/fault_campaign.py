@@ -157,8 +157,8 @@ class Campaign:
     def _short_of_something(self, directory: Path) -> Fault:
         if self.draw.random() < 0.7:
             most = max((path.stat().st_size for path in directory.rglob("*") if path.is_file()), default=1000)
-            return Fault(file_bytes=self.draw.randint(0, most))
-        return Fault(memory_bytes=self.draw.randint(0, 64 << 20))
+            return Fault(file_bytes=self.draw.randint(0, most - 1))
+        return Fault(memory_bytes=self.draw.randint(0, 12 << 20))  # with 16 MiB a run here can end well
 
     def _damage(self, directory: Path) -> None:
         """Cuts the newest checkpoint short or flips one of its bits."""
