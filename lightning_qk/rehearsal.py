@@ -59,9 +59,11 @@ def rehearse(
             return
         for plugin in plugins:
             if isinstance(plugin, FaultPrecision):
-                with _refusals("trainer.plugins", _path(type(plugin)), args):
-                    plugin.convert_module(model)
-                plugin.teardown()
+                try:
+                    with _refusals("trainer.plugins", _path(type(plugin)), args):
+                        plugin.convert_module(model)
+                finally:  # the patch of bfloat16 products ends here
+                    plugin.teardown()
 
 
 @contextmanager
