@@ -62,6 +62,8 @@ def explain(message: str, args: Sequence[str], keys: Collection[str] = ()) -> st
     message = message.strip()
     if message.startswith("unrecognized arguments:"):
         given = message.partition(": ")[2].split()
+        if given[0].endswith((".yaml", ".yml")):
+            return f"{given[0]}: write -c before a configuration file."
         key = given[0].partition("=")[0].lstrip("-")
         return f"{given[0]}: {_did_you_mean(key, keys)}"
     if found := _NO_OPTION.search(message):
@@ -70,12 +72,21 @@ def explain(message: str, args: Sequence[str], keys: Collection[str] = ()) -> st
     if message.startswith(("Problems parsing config", "Unexpected config")):
         return _broken_file(args) or message
     if found := re.match(r"Parser key \"config\": File does not exist: '(.*)'", message):
-        return f"-c {found[1]}: no such file."
+        path = Path(found[1])
+        close = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.yaml")], n=1)
+        return f"-c {path}: no such file.{f' Did you mean {path.parent / close[0]}?' if close else ''}"
+    if message.startswith("the following arguments are required:") and not files_of(args):
+        return (
+            f"{message.rstrip('.')}. No configuration file is given; write "
+            "-c configs/base.yaml -c configs/proxy.yaml -c configs/arms/fault.yaml"
+        )
     if not _PARSERS.search(message):
         return message
     labels, reason = _innermost(message)
     if reason is None:
         return message
+    if not labels and (found := _NOT_ACCEPTED.match(reason)):
+        return f"{found[1]}: {_did_you_mean(found[1], keys)}{_where(found[1], args)}"
     key = labels[0] if labels else ""
     return ": ".join([*labels, _reworded(reason, labels, message)]) + (_where(key, args) if key else "")
 

@@ -31,6 +31,7 @@ from lightning_qk.sweep import main as sweep
 pytestmark = pytest.mark.skipif(
     tuple(map(int, version("jsonargparse").split(".")[:2])) < (4, 49), reason="older jsonargparse says less of an error"
 )
+ARMS = Path(__file__).parents[1] / "configs" / "arms"
 PLUGIN = "--trainer.plugins.init_args"
 
 
@@ -109,6 +110,7 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["--weights_only", "false"], "weights_only=false: a checkpoint with more than plain values is code"),
     (["--ckpt_path", "/nowhere/last.ckpt"], "/nowhere/last.ckpt"),
     (["-c", "nowhere.yaml"], "nowhere.yaml: no such file"),
+    (["-c", str(ARMS / "gaurd.yaml")], f"gaurd.yaml: no such file. Did you mean {ARMS / 'guard.yaml'}?"),
 ]  # fmt: skip
 
 
@@ -337,7 +339,8 @@ SWEEPS: list[tuple[str, list[str], str]] = [
     ("{name: x, arms: {a: arm.yaml}, grid: {model.lr: []}}", [], "grid.model.lr: [] must be a list of different"),
     ("{name: x, arms: {a: arm.yaml}}", ["--size", "large"], "size: 'large' is not a size; this experiment has none"),
     ("{name: x, arms: {a: arm.yaml}}", ["--executor", "cloud"], "cloud"),
-    ("{name: x, arms: {a: arm.yaml}, sedes: [1]}", [], "sedes"),
+    ("{name: x, arms: {a: arm.yaml}, sedes: [1]}", [], "sedes: no such key. Did you mean seeds? (in experiment.yaml)"),
+    ("{name: x, arms: {a: arm.yaml}}", ["x.yaml"], "x.yaml: write -c before a configuration file"),
     ("{name: x, arms: {a: wrong.yaml}}", [], "arm a (wrong.yaml): model.lrr: no such key"),
     ("{name: x, arms: {a: refused.yaml}}", [], "arm a (refused.yaml): trainer.callbacks: QKGuard: threshold=-3"),
 ]  # fmt: skip
@@ -363,6 +366,9 @@ def test_no_such_command(complaint: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         return main()
 
     assert "'train' is not a command; the commands are fit, " in complaint(command, ["train", "-c", "x.yaml"])
+    assert "required: fit.data. No configuration file is given; write -c configs/base.yaml" in complaint(
+        command, ["fit"]
+    )
     assert "--devise: no such key" in complaint(command, ["doctor", "--devise", "cpu"])
     assert "device" in complaint(command, ["doctor", "--device", "abacus"])
 
