@@ -100,8 +100,9 @@ def refuse_dropped_callbacks(args: Sequence[str]) -> None:
 def callback_names(content: dict[str, Any]) -> list[str]:
     """Short class names of the callbacks that a configuration file has or appends."""
     trainer = content.get("trainer")
-    keys = ("callbacks", "callbacks+") if isinstance(trainer, dict) else ()
-    return [name for key in keys for name in _names(trainer.get(key))]
+    if not isinstance(trainer, dict):
+        return []
+    return [*_names(trainer.get("callbacks")), *_names(trainer.get("callbacks+"))]
 
 
 def _names(callbacks: Any) -> list[str]:
