@@ -184,7 +184,7 @@ class QKCLI(LightningCLI):
         """Resolves the run, and refuses what can be told before anything of it is there."""
         self.resolved = self.resolve()
         self._refuse_trainer()
-        chosen = None if self.subclass_mode_model else self.model_class
+        chosen = None if self.subclass_mode_model else GPTModule
         rehearse(self._parser(self.subcommand), self._options, chosen, self._args)
 
     def _refuse_trainer(self) -> None:
