@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_qk.precision import FaultPrecision
 from lightning_qk.precision.clean_gradients import Request
-from lightning_qk.routes import route_parameters
+from lightning_qk.routes import ROUTES, route_parameters
 from lightning_qk.strategies import refuse_strategy
 
 
@@ -25,9 +25,14 @@ class CleanGradientCallback(Callback):
     Args:
         route: a route of :func:`lightning_qk.routes.route_parameters`.
         layers: its layers; None is all.
+
+    Raises:
+        ValueError: there is no such route.
     """
 
     def __init__(self, route: str, layers: list[int] | None = None) -> None:
+        if route not in ROUTES:
+            raise ValueError(f"{type(self).__name__}: route={route!r} is not one of {', '.join(ROUTES)}.")
         self.route, self.layers = route, layers
 
     @property

@@ -177,8 +177,8 @@ class RoundingSites:
         unknown = sorted(set(overrides or {}) - {*SITE_NAMES, *VARIANTS})
         if unknown:
             raise ValueError(
-                f"unknown rounding site {unknown[0]!r}; the sites are {', '.join(SITE_NAMES)}, "
-                f"the variants {', '.join(VARIANTS)}."
+                f"overrides.{unknown[0]} is not one of the sites {', '.join(SITE_NAMES)} and the variants "
+                f"{', '.join(VARIANTS)}."
             )
         return dataclasses.replace(sites, **(overrides or {}))
 

@@ -39,6 +39,7 @@ from lightning_qk.data import TokenData
 from lightning_qk.fork import Fork
 from lightning_qk.module import GPTModule
 from lightning_qk.overlays import chooses_model, keep_overrides, nest_nulls, refuse_dropped_callbacks
+from lightning_qk.rehearsal import rehearse
 from lightning_qk.run_files import RunLogger, SaveConfig, remove_remains
 from lightning_qk.strategies import SPLITS_WEIGHTS
 from lightning_qk.verdict import read_verdict
@@ -126,6 +127,7 @@ class QKCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         # not Lightning's: it warns of arguments given twice
+        self._args = list(args)
         refuse_dropped_callbacks(args)
         try:
             self.config = parser.parse_args(nest_nulls(keep_overrides(args)))
@@ -158,9 +160,8 @@ class QKCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        self.resolved = self.resolve()
+        self._check()
         self._fork: dict[str, Any] | None = None
-        self._refuse_trainer()
         if self.subcommand and self._options.get("weights_only") is False:
             raise ValueError("weights_only=false: a checkpoint with more than plain values is code, and is not loaded.")
         if self.subcommand:
@@ -178,6 +179,13 @@ class QKCLI(LightningCLI):
                     f"{self.subcommand}: {self.resolved.run_dir} has no checkpoint; name the run by run.* and "
                     "--seed_everything, or a file by --ckpt_path."
                 )
+
+    def _check(self) -> None:
+        """Resolves the run, and refuses what can be told before anything of it is there."""
+        self.resolved = self.resolve()
+        self._refuse_trainer()
+        chosen = None if self.subclass_mode_model else GPTModule
+        rehearse(self._parser(self.subcommand), self._options, chosen, self._args)
 
     def _refuse_trainer(self) -> None:
         trainer = self._options.trainer
@@ -378,8 +386,7 @@ class _ParseOnly(QKCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        self.resolved = self.resolve()
-        self._refuse_trainer()
+        self._check()
 
     @override
     def instantiate_classes(self) -> None:
@@ -390,9 +397,11 @@ def resolve_run(fit_args: list[str]) -> ResolvedRun:
     """Parses the arguments of ``fit`` and says what they would run, without starting it.
 
     Raises:
-        ValueError: the configuration is wrong; the message names the key.
+        ValueError: the configuration is wrong; the message names the key. What only a run finds out is left: its data,
+            what callbacks ask of model and plugin, and the constructors of other packages' models and data modules.
     """
-    return _ParseOnly(save_config_callback=None, run=False, args=fit_args, **_classes(fit_args), **_SETTINGS).resolved
+    settings = {**_classes(fit_args), **_SETTINGS, "load_from_checkpoint_support": False}  # which costs a dump
+    return _ParseOnly(save_config_callback=None, run=False, args=fit_args, **settings).resolved
 
 
 def main(args: list[str]) -> int:

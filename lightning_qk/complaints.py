@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from lightning_qk.overlays import files_of, has_key, read_mapping
+from lightning_qk.overlays import callback_names, files_of, has_key, read_mapping
 
 _KEY = re.compile(r"Parser key \"?([\w.+]+)\"?:")
 _CLASS = re.compile(r"Problem with given class_path '([\w.]+)':")
@@ -27,6 +27,7 @@ _EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value: (.*))?$")
 _GIVEN = re.compile(r"Given value: (?:NestedArg\(key='[^']*', val=(.*)\)|(.*))$")
 _PARSERS = re.compile(f"{_KEY.pattern}|{_CLASS.pattern}|{_NOT_ACCEPTED.pattern}|Does not validate against")
 _OTHER_TYPE = re.compile(r"Expected a <class '(NoneType|list|dict)'>")  # of a union, mostly: what fits least
+_NO_SUCH_NAME = re.compile(r"\W(\w+)'? (?:is not one of|does not exist; it takes) (.*)")
 # lines that only say which other types did not fit, or what they are
 _NOISE = re.compile(
     r"Import path \S+ does not correspond to a subclass|Expected a path but"
@@ -61,6 +62,8 @@ def explain(message: str, args: Sequence[str], keys: Collection[str] = ()) -> st
     message = message.strip()
     if message.startswith("unrecognized arguments:"):
         given = message.partition(": ")[2].split()
+        if given[0].endswith((".yaml", ".yml")):
+            return f"{given[0]}: write -c before a configuration file."
         key = given[0].partition("=")[0].lstrip("-")
         return f"{given[0]}: {_did_you_mean(key, keys)}"
     if found := _NO_OPTION.search(message):
@@ -69,14 +72,55 @@ def explain(message: str, args: Sequence[str], keys: Collection[str] = ()) -> st
     if message.startswith(("Problems parsing config", "Unexpected config")):
         return _broken_file(args) or message
     if found := re.match(r"Parser key \"config\": File does not exist: '(.*)'", message):
-        return f"-c {found[1]}: no such file."
+        path = Path(found[1])
+        close = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.yaml")], n=1)
+        return f"-c {path}: no such file.{f' Did you mean {path.parent / close[0]}?' if close else ''}"
+    if message.startswith("the following arguments are required:") and not files_of(args):
+        return (
+            f"{message.rstrip('.')}. No configuration file is given; write "
+            "-c configs/base.yaml -c configs/proxy.yaml -c configs/arms/fault.yaml"
+        )
     if not _PARSERS.search(message):
         return message
     labels, reason = _innermost(message)
     if reason is None:
         return message
+    if not labels and (found := _NOT_ACCEPTED.match(reason)):
+        return f"{found[1]}: {_did_you_mean(found[1], keys)}{_where(found[1], args)}"
     key = labels[0] if labels else ""
     return ": ".join([*labels, _reworded(reason, labels, message)]) + (_where(key, args) if key else "")
+
+
+def refusal(message: str, key: str, class_path: str, args: Sequence[str]) -> str:
+    """What a constructor says of its arguments, with the key that it is given at, a suggestion, and the file.
+
+    Args:
+        message: the constructor's own.
+        key: of the configuration: ``model``, ``data``, ``trainer.plugins`` or ``trainer.callbacks``.
+        class_path: the class, whose arguments are looked for in the message.
+        args: the arguments that were parsed.
+    """
+    message = explain(message, ())  # the parser buries it where the key takes several types
+    mentioned = next((name for name in re.findall(r"\w+", message) if name in _arguments(class_path)), None)
+    where = ""
+    if key == "trainer.callbacks":  # a list, in which several may be of the class
+        files = [file for file in files_of(args) if class_path.rpartition(".")[2] in callback_names(read_mapping(file))]
+        where = f" (in {files[0]})" if len(files) == 1 and not _is_argument(key, args) else ""
+    elif mentioned is not None:
+        where = _where(f"{key}.init_args.{mentioned}", args) or _where(f"{key}.{mentioned}", args)
+    joint = ": "
+    if mentioned is not None and re.match(rf"{mentioned}[.=]", message):
+        joint = "." if key == "model" else ".init_args."
+    return f"{key}{joint}{_with_suggestion(message)}{where}"
+
+
+def _with_suggestion(message: str) -> str:
+    """A message of a name that is not one of those that there are, with the one that is nearest."""
+    found = _NO_SUCH_NAME.search(message)
+    if found is None:
+        return message
+    close = difflib.get_close_matches(found[1], re.findall(r"[\w.-]*\w", found[2]), n=1, cutoff=0.6)
+    return f"{message} Did you mean {close[0]}?" if close else message
 
 
 def _innermost(message: str) -> tuple[list[str], str | None]:
@@ -146,10 +190,16 @@ def _arguments(class_path: str) -> list[str]:
 
 def _where(key: str, args: Sequence[str]) -> str:
     """The last configuration file that has the key, unless the command line has it too and so the last word."""
-    if any(arg.partition("=")[0].lstrip("-").rstrip("+").startswith(key) for arg in args if arg.startswith("--")):
+    if _is_argument(key, args):
         return ""
     files = [file for file in files_of(args) if has_key(read_mapping(file), key)]
     return f" (in {files[-1]})" if files else ""
+
+
+def _is_argument(key: str, args: Sequence[str]) -> bool:
+    """Whether the command line has the key, one below it, or one that it is below."""
+    given = [arg.partition("=")[0].lstrip("-").rstrip("+") for arg in args if arg.startswith("--")]
+    return any(name.startswith(key) or key.startswith(f"{name}.") for name in given)
 
 
 def _broken_file(args: Sequence[str]) -> str | None:

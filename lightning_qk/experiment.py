@@ -259,7 +259,7 @@ def _parsed(args: list[str], parser: ArgumentParser) -> Namespace:
     try:
         options = parser.parse_args(args)
     except ArgumentError as error:
-        raise SweepError(explain(str(error), args)) from error
+        raise SweepError(explain(str(error), args, {action.dest for action in parser._actions})) from error
     if not isinstance(options.report, Namespace):
         raise SweepError(
             f"report: {options.report} must be a mapping of reference, extrapolate and scaling_law; for no report at "

@@ -92,7 +92,7 @@ class GPTConfig:
     def preset(cls, name: str, **overrides: Any) -> GPTConfig:
         """``proxy``, ``gpt2-small`` or ``gpt2-medium``, with single fields replaced by keyword."""
         if name not in PRESETS:
-            raise ValueError(f"GPT preset {name!r} is not one of {', '.join(PRESETS)}.")
+            raise ValueError(f"preset={name!r} is not one of {', '.join(PRESETS)}.")
         check_arguments("GPTConfig", cls, overrides)
         return cls(**{**PRESETS[name], **overrides})
 

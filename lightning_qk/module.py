@@ -62,7 +62,10 @@ class GPTModule(LossModule):
         if warmup_steps < 0 or not 0 <= min_lr_ratio <= 1:
             raise ValueError(f"GPTModule: warmup_steps={warmup_steps} >= 0, 0 <= min_lr_ratio={min_lr_ratio} <= 1.")
         overrides = dict(overrides or {})
-        self.config = GPTConfig.preset(preset, **overrides)
+        try:
+            self.config = GPTConfig.preset(preset, **overrides)
+        except ValueError as error:  # by the name that the fields have here
+            raise ValueError(str(error).replace("GPTConfig", "overrides")) from error
         betas = (float(betas[0]), float(betas[1]))
         momentum = (0.95 if optimizer == "muon" else 0.9) if momentum is None else momentum
         self.save_hyperparameters()

@@ -97,6 +97,14 @@ def refuse_dropped_callbacks(args: Sequence[str]) -> None:
         names = (mine if "callbacks" in trainer else names) + _names(trainer.get("callbacks+"))
 
 
+def callback_names(content: dict[str, Any]) -> list[str]:
+    """Short class names of the callbacks that a configuration file has or appends."""
+    trainer = content.get("trainer")
+    if not isinstance(trainer, dict):
+        return []
+    return [*_names(trainer.get("callbacks")), *_names(trainer.get("callbacks+"))]
+
+
 def _names(callbacks: Any) -> list[str]:
     """Short class names of what a configuration has as callbacks: a list, one of them, or the text of either."""
     if isinstance(callbacks, str):

@@ -18,10 +18,11 @@ The experiment's YAML is the configuration of the sweep:
     executor: slurm                           # or local, the default: processes that end with the sweep
     slurm: {time: 120, partition: gpu, gpus_per_node: 1, cpus_per_task: 4, array_parallelism: 16}
 
-Every arm's configuration is checked before the first run starts. A run that is done is not run again, so the same
-command goes on where a sweep was stopped. With SLURM it submits what has no job yet and watches all; Ctrl-C leaves the
-jobs. A job that is preempted or reaches its time limit goes back into the queue, and on from its last checkpoint. A job
-without a GPU has one thread for its numbers, as a local run has, and so the same bits.
+Every arm's configuration is checked before the first run starts: plugin, callbacks, data module and model are built,
+without weights and data; a model or data module of another package is not, its run will tell. A run that is done is not
+run again, so the same command goes on where a sweep was stopped. With SLURM it submits what has no job yet and watches
+all; Ctrl-C leaves the jobs. A job that is preempted or reaches its time limit goes back into the queue, and on from its
+last checkpoint. A job without a GPU has one thread for its numbers, as a local run has, and so the same bits.
 
 A fork, here the arm late_guard-step_300, begins with the checkpoint that the run of ``from`` with the same seed has
 kept of that step, under the files of ``from`` and its own. It waits until that run is done. ``before: [100]`` for

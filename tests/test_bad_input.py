@@ -5,6 +5,7 @@ Every row is an input and what the line must say. Rows of one kind share the com
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -17,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 from made_up_runs import write_run
-from runs import callback, run_args, run_dir, write_tokens
+from runs import FAULT, callback, run_args, run_dir, write_tokens
+from tiny import SIZE
 
 from kernels import RoundingSites, TopSingular, mx_quantize, round_to, streaming_attention
 from lightning_qk.__main__ import main
@@ -29,6 +31,7 @@ from lightning_qk.sweep import main as sweep
 pytestmark = pytest.mark.skipif(
     tuple(map(int, version("jsonargparse").split(".")[:2])) < (4, 49), reason="older jsonargparse says less of an error"
 )
+ARMS = Path(__file__).parents[1] / "configs" / "arms"
 PLUGIN = "--trainer.plugins.init_args"
 
 
@@ -64,7 +67,7 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["--model.lr", "fast"], "model.lr: expected float, got fast"),
     (["--model.lr", "-1"], "lr=-1"),
     (["--model.optimizer", "adam"], "model.optimizer: expected one of 'adamw', 'sgd', 'muon', got adam"),
-    (["--model.overrides", "{width: 3}"], "GPTConfig.width does not exist; it takes n_layers"),
+    (["--model.overrides", "{width: 3}"], "model.overrides.width does not exist; it takes n_layers"),
     (["--model.overrides.n_heads=3"], "n_heads=3"),
     (["--model.overrides.vocab_size", "16"], "set model.overrides.vocab_size to at least 32"),
     (["--model.preset", "gpt3"], "'gpt3' is not one of proxy"),
@@ -72,7 +75,7 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["--trainer.plugins", "BF16Carry"], "no class 'BF16Carry'. Did you mean BF16CarryAttention?"),
     (["--trainer.plugins", "nowhere.Plugin"], "nowhere.Plugin: no class 'nowhere'. Give the full import path"),
     ([f"{PLUGIN}.mantissa", "2"], "'mantissa' is not an argument. It takes backend, base, carry"),
-    ([f"{PLUGIN}.sites", "bf16"], "preset 'bf16' is not one of fp32, fa2"),
+    ([f"{PLUGIN}.sites", "bf16"], "trainer.plugins: attention: sites='bf16' is not one of fp32, fa2"),
     ([f"{PLUGIN}.overrides", "{lsee: fp32}"], "lsee"),
     ([f"{PLUGIN}.carry", "99"], "99"),
     ([f"{PLUGIN}.tile", "0"], "tile=0"),
@@ -92,7 +95,7 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     ([f"--trainer.callbacks+={callback('QKGuard', threshold=-3)}"], "threshold=-3"),
     ([f"--trainer.callbacks+={callback('QKGuard', action='pray')}"], "action='pray' is not one of"),
     ([f"--trainer.callbacks+={callback('SpectralMonitor', every_n_steps=0)}"], "every_n_steps=0 must be at least 1"),
-    ([f"--trainer.callbacks+={callback('RouteSplice', route='qkv')}"], "route 'qkv'"),
+    ([f"--trainer.callbacks+={callback('RouteSplice', route='qkv')}"], "RouteSplice: route='qkv' is not one of"),
     ([f"--trainer.callbacks+={callback('RouteSplice')}", "--trainer.plugins=null"], "RouteSplice needs a plugin"),
     ([f"--trainer.callbacks+={callback('DirectionProbe', k=99)}"], "k=99"),
     (["--trainer.callbacks", "[QKGuard]"], "would drop ModelCheckpoint. Write callbacks+"),
@@ -107,6 +110,7 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["--weights_only", "false"], "weights_only=false: a checkpoint with more than plain values is code"),
     (["--ckpt_path", "/nowhere/last.ckpt"], "/nowhere/last.ckpt"),
     (["-c", "nowhere.yaml"], "nowhere.yaml: no such file"),
+    (["-c", str(ARMS / "gaurd.yaml")], f"gaurd.yaml: no such file. Did you mean {ARMS / 'guard.yaml'}?"),
 ]  # fmt: skip
 
 
@@ -122,6 +126,20 @@ FILES: list[tuple[str, str]] = [
     ("modle: {lr: 1}", "modle"),
     ("model: {lr: slow}", "model.lr: expected float, got slow. (in {file})"),
     ("trainer: {plugins: {class_path: BF16CarryAttention, init_args: {sies: fp32}}}", "Did you mean sites?"),
+    ("trainer: {plugins: {init_args: {sites: bf16_cary}}}", "attention: sites='bf16_cary' is not one of fp32"),
+    ("trainer: {plugins: {init_args: {clean_sites: fp23}}}", "Did you mean fp32? (in {file})"),
+    ("trainer: {plugins: {init_args: {overrides: {lsee: fp32}}}}", "overrides.lsee is not one of the sites s,"),
+    ("trainer: {plugins: {init_args: {overrides: {o_cary: 1}}}}", "Did you mean o_carry? (in {file})"),
+    ("trainer: {plugins: {init_args: {layers: [7]}}}", "layers=[7] but the model has layers 0 to 1. (in {file})"),
+    ("trainer: {plugins: {init_args: {gradient: {layers: [7]}}}}", "trainer.plugins: layers: 7 is not a layer"),
+    ("trainer: {callbacks+: [{class_path: QKGuard, init_args: {threshold: -3}}]}", "threshold=-3.0 must"),
+    ("trainer: {callbacks+: [{class_path: RouteSplice, init_args: {route: qvk}}]}", "route='qvk' is not one of"),
+    ("trainer: {callbacks+: [{class_path: ModelCheckpoint, init_args: {save_top_k: -4}}]}", ">= -1 (in {file})"),
+    ("model: {overrides: {contxt: 32}}", "model.overrides.contxt does not exist; it takes n_layers"),
+    ("model: {overrides: {qk_nrm: rms}}", "Did you mean qk_norm? (in {file})"),
+    ("model: {preset: proxi}", "model.preset='proxi' is not one of proxy, gpt2-small, gpt2-"),
+    ("model: {lr: -1}", "model: GPTModule: lr=-1.0 must be positive and finite. (in {file})"),
+    ("data: {init_args: {val_batches: 0}}", "data: TokenFile: val_batches=0 must be at least 1."),
     ("trainer: {callbacks+: [{class_path: Guard}]}", "trainer.callbacks: no class 'Guard'. Did you mean QKGuard?"),
     ("trainer: {callbacks: [{class_path: QKGuard}]}", "{file} would drop SpectralMonitor. Write callbacks+ to add"),
     ("trainer: {strategy: {class_path: FSDPStrategy}}", "FSDP2 (configs/hardware/fsdp2.yaml"),
@@ -134,9 +152,11 @@ FILES: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("text", "said"), FILES, ids=[text[:30] for text, _ in FILES])
 def test_files(tmp_path: Path, tokens: dict[str, Any], complaint: Any, text: str, said: str) -> None:
     base, file = tmp_path / "base.yaml", tmp_path / "wrong.yaml"
-    base.write_text("trainer: {callbacks: [{class_path: SpectralMonitor}]}")
+    mine = ("--trainer.callbacks", "--trainer.plugins", "--model.overrides", "--model.lr", "--data")
+    content = {"callbacks": [{"class_path": "SpectralMonitor"}], "plugins": json.loads(FAULT)}
+    base.write_text(json.dumps({"trainer": content, "model": {"overrides": SIZE}, "data": tokens}))
     file.write_text(text)
-    common = [arg for arg in run_args(tmp_path, tokens) if not arg.startswith(("--trainer.callbacks", "--model.lr"))]
+    common = [arg for arg in run_args(tmp_path, tokens) if not arg.startswith(mine)]
     common.remove("0.01")
     args = ["-c", str(base), "-c", str(file), *common]
     line = complaint(cli, ["fit", *args])
@@ -319,8 +339,10 @@ SWEEPS: list[tuple[str, list[str], str]] = [
     ("{name: x, arms: {a: arm.yaml}, grid: {model.lr: []}}", [], "grid.model.lr: [] must be a list of different"),
     ("{name: x, arms: {a: arm.yaml}}", ["--size", "large"], "size: 'large' is not a size; this experiment has none"),
     ("{name: x, arms: {a: arm.yaml}}", ["--executor", "cloud"], "cloud"),
-    ("{name: x, arms: {a: arm.yaml}, sedes: [1]}", [], "sedes"),
+    ("{name: x, arms: {a: arm.yaml}, sedes: [1]}", [], "sedes: no such key. Did you mean seeds? (in experiment.yaml)"),
+    ("{name: x, arms: {a: arm.yaml}}", ["x.yaml"], "x.yaml: write -c before a configuration file"),
     ("{name: x, arms: {a: wrong.yaml}}", [], "arm a (wrong.yaml): model.lrr: no such key"),
+    ("{name: x, arms: {a: refused.yaml}}", [], "arm a (refused.yaml): trainer.callbacks: QKGuard: threshold=-3"),
 ]  # fmt: skip
 
 
@@ -328,6 +350,8 @@ SWEEPS: list[tuple[str, list[str], str]] = [
 def test_experiments(tmp_path: Path, complaint: Any, text: str, extra: list[str], said: str) -> None:
     (tmp_path / "arm.yaml").write_text("trainer: {max_steps: 1}")
     (tmp_path / "wrong.yaml").write_text("model: {lrr: 1}")
+    guard = "{class_path: QKGuard, init_args: {threshold: -3}}"
+    (tmp_path / "refused.yaml").write_text(f"{{trainer: {{callbacks+: [{guard}]}}, data: StdlibCorpus}}")
     (tmp_path / "experiment.yaml").write_text(text)
     line = complaint(sweep, ["-c", str(tmp_path / "experiment.yaml"), "--root", str(tmp_path / "runs"), *extra])
     assert said in line.replace(f"{tmp_path}/", "")
@@ -342,6 +366,9 @@ def test_no_such_command(complaint: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         return main()
 
     assert "'train' is not a command; the commands are fit, " in complaint(command, ["train", "-c", "x.yaml"])
+    assert "required: fit.data. No configuration file is given; write -c configs/base.yaml" in complaint(
+        command, ["fit"]
+    )
     assert "--devise: no such key" in complaint(command, ["doctor", "--devise", "cpu"])
     assert "device" in complaint(command, ["doctor", "--device", "abacus"])
 

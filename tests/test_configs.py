@@ -62,6 +62,8 @@ def test_there_is_something_to_check() -> None:
 @pytest.mark.parametrize("size", SIZES, ids=stem)
 def test_every_arm_of_every_size_is_a_run_of_its_own(size: Path) -> None:
     arms = ARMS if size.stem in ("proxy", "gpt2_small") else ARMS[::12]  # an arm does not depend on the size
+    if "core: sdpa" in size.read_text():  # in which attention cannot round
+        arms = [arm for arm in arms if "sites:" not in arm.read_text()]
     resolved = {arm.stem: resolve_run(files(CONFIGS / "base.yaml", size, arm)) for arm in arms}
     assert {name: run.run_dir.parts[-2:] for name, run in resolved.items()} == {
         name: (name, "seed_0") for name in resolved

@@ -86,7 +86,7 @@ def test_argument_errors_name_the_argument(wrong: dict[str, Any]) -> None:
 
 
 def test_a_wrong_override_names_the_field() -> None:
-    with pytest.raises(ValueError, match=r"GPTConfig\.width does not exist"):
+    with pytest.raises(ValueError, match=r"overrides\.width does not exist"):
         GPTModule(overrides={"width": 3})
 
 

@@ -149,9 +149,9 @@ def test_a_scope_outside_the_model_is_refused(tmp_path: Path, settings: dict[str
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"sites": "bf16carry"}, "preset 'bf16carry' is not one of fp32, fa2, bf16_carry"),
-        ({"clean_sites": "clean"}, "preset 'clean'"),
-        ({"overrides": {"o_cary": 2}}, "unknown rounding site 'o_cary'.*o_carry"),
+        ({"sites": "bf16carry"}, "attention: sites='bf16carry' is not one of fp32, fa2, bf16_carry"),
+        ({"clean_sites": "clean"}, "clean_sites='clean'"),
+        ({"overrides": {"o_cary": 2}}, "overrides.o_cary is not one of.*o_carry"),
         ({"overrides": {"o_carry": "half"}}, "site o_carry: rounding 'half'"),
         ({"carry": 24}, "24"),
         ({"tile": 0}, "tile=0"),

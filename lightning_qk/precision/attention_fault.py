@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from kernels import RoundingSites
+from kernels.sites import PRESETS
 from lightning_qk.attention import AttentionCore, FaultSwitch, FlashCore, SDPACore, StreamingCore
 
 _STOCK = {"sdpa": SDPACore, "flash": FlashCore}
@@ -45,6 +46,9 @@ class AttentionFault:
     backend: Literal["auto", "triton", "cpu", "reference"] = "auto"
 
     def __post_init__(self) -> None:
+        for key in ("sites", "clean_sites"):
+            if getattr(self, key) not in PRESETS:
+                raise ValueError(f"attention: {key}={getattr(self, key)!r} is not one of {', '.join(PRESETS)}.")
         self.faulty = RoundingSites.build(self.sites, self.overrides, self.carry)
         self.clean = RoundingSites.preset(self.clean_sites)
         if self.tile < 1 or (self.q_tile is not None and self.q_tile < 1):

@@ -69,7 +69,12 @@ class GradientFault:
         return quantised if self.error_gain == 1.0 else gradient + self.error_gain * (quantised - gradient)
 
     def convert(self, module: nn.Module, switch: object) -> None:
-        """Gives the route's layers quantised products, in place, if that is where the fault is."""
+        """Gives the route's layers quantised products, in place, if that is where the fault is.
+
+        Raises:
+            ValueError: the model has no such layer or route.
+        """
+        route_parameters(module, self.route, self.layers)  # complains here, not in the first step
         if self.where == "product":
             operand = OperandFormat(self.fmt, self.scale, self.rounding, self.block)
             for name, linear in route_linears(module, self.route, self.layers).items():
