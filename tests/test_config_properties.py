@@ -274,7 +274,7 @@ CHOICES: dict[str, list[Any]] = {
     "model.schedule": ["constant", "cosine"],
     "model.overrides.context": [8, 16],
     "model.overrides.bias": [True, False],
-    "model.overrides.softcap": [None, 30.0],
+    "model.overrides.z_loss": [0.0, 1.0e-4],
     "trainer.max_steps": [3, 4],
     "trainer.gradient_clip_val": [None, 0.5],
     "trainer.plugins.init_args.carry": [1, 3, "bf16:sr"],
