@@ -46,14 +46,14 @@ def test_the_first_file_comes_back_if_it_is_last_too(files: dict[str, str]) -> N
 
 def test_values_that_are_given_again_are_read_as_in_their_file(tmp_path: Path) -> None:
     """The parser reads 1e-4 as a number, PyYAML as text."""
-    texts = ["{positions: rope, z_loss: 1e-4, bias: true}", "{softcap: 50}"]
+    texts = ["{positions: rope, z_loss: 1e-4, bias: true}", "{n_layers: 3}"]
     args: list[str] = []
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.yaml").write_text(f"model: {{overrides: {text}}}")
         args += ["-c", str(tmp_path / f"{number}.yaml")]
     base = ["-c", "configs/base.yaml", "-c", "configs/proxy.yaml"]
     content = yaml.safe_load(resolve_run(find_configs([*base, *args])).deciding)["model"]["overrides"]
-    expected = {"positions": "rope", "z_loss": 1e-4, "bias": True, "softcap": 50}
+    expected = {"positions": "rope", "z_loss": 1e-4, "bias": True, "n_layers": 3}
     assert {key: content[key] for key in expected} == expected
 
 
