@@ -360,7 +360,7 @@ def build(args: list[str], run: bool) -> QKCLI:
 
 
 class _ParseOnly(QKCLI):
-    """Stops before anything is built, and before a run's directory is looked at.
+    """Stops before anything but the rehearsal is built, and before a run's directory is looked at.
 
     It knows the arguments of ``fit`` without that word: with subcommands all is parsed twice.
     """
