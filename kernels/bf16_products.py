@@ -1,13 +1,15 @@
 """Products of bfloat16 matrices on CPUs that have no instructions for them.
 
 PyTorch multiplies bfloat16 matrices on a CPU by oneDNN where that supports the type (on x86 from AVX-512 on), elsewhere
-by a plain loop, many times slower than a float32 product. float32 holds every bfloat16 number and, up to the order of
+by a plain loop, many times slower than a float32 product. oneDNN needs bfloat16 instructions to be fast (AVX512_BF16 or
+AMX on x86); with plain AVX-512 it emulates them. float32 holds every bfloat16 number and, up to the order of
 the sum, a float32 accumulator holds what the hardware's would; so the float32 product of the widened matrices, rounded
 once, is the same product at the speed of float32.
 """
 
 from __future__ import annotations
 
+import platform
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -20,8 +22,12 @@ _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")  # all that layers, einsum and the
 
 
 def has_bf16_products() -> bool:
-    """Whether PyTorch has fast bfloat16 products on this CPU."""
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether this CPU has bfloat16 instructions and PyTorch multiplies with them."""
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 @contextmanager

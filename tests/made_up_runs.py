@@ -84,12 +84,13 @@ def train(
     with SummaryWriter(str(path)) as writer:
         for step, loss in enumerate(losses, start=1):
             rule.judge(loss, step)
-            excess = max(0.0, rule._mean() - rule._minimum) if rule._recent else 0.0
-            row = {"loss/train": loss, "sigma/q": loss, "logit/max": 10 * loss, "collapse/excess": excess}
+            row = {"loss/train": loss, "sigma/q": loss, "logit/max": 10 * loss}
+            if rule.current_excess is not None:
+                row["collapse/excess"] = rule.current_excess
             row |= {f"warning/{name}": values[step - 1] for name, values in (readings or {}).items()}
             for tag, value in row.items():
                 writer.add_scalar(tag, value, step - 1)
-            if rule._over:
+            if rule.over:
                 break
     fields = {
         key: value if value is None or math.isfinite(value) else str(value) for key, value in _numbers(rule).items()
