@@ -8,17 +8,13 @@ what ``model.class_path`` names, with its arguments under ``model.init_args``.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
-import re
 import shutil
 import signal
 from argparse import ArgumentError
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -40,11 +36,10 @@ from lightning_qk.fork import Fork
 from lightning_qk.module import GPTModule
 from lightning_qk.overlays import chooses_model, keep_overrides, nest_nulls, refuse_dropped_callbacks
 from lightning_qk.rehearsal import rehearse
+from lightning_qk.resolved_run import ResolvedRun, resume_hash
 from lightning_qk.run_files import RunLogger, SaveConfig, remove_remains
 from lightning_qk.strategies import SPLITS_WEIGHTS
-from lightning_qk.verdict import read_verdict
-
-DONE = ("completed", "collapsed", "nonfinite")
+from lightning_qk.verdict import DONE, read_verdict
 
 
 @dataclasses.dataclass
@@ -71,41 +66,6 @@ class RunConfig:
             value = getattr(self, key)
             if not value or value in (".", "..") or os.sep in value:
                 raise ValueError(f"run.{key}={value!r} must be a plain directory name.")
-
-
-@dataclasses.dataclass(frozen=True)
-class ResolvedRun:
-    """What a ``fit`` command would run.
-
-    Attributes:
-        run_dir: its directory.
-        uses_gpu: whether it may run on a GPU: the accelerator is not the CPU and there is a GPU.
-        deciding: all that decides the run's numbers, as YAML.
-        named: the same with the names of experiment and arm.
-    """
-
-    run_dir: Path
-    uses_gpu: bool
-    deciding: str = dataclasses.field(repr=False)
-    named: str = dataclasses.field(repr=False)
-
-    @property
-    def config_hash(self) -> str:
-        """Hash of all that decides the run's numbers."""
-        return _digest(self.deciding)
-
-    def is_of(self, config_hash: str | None) -> bool:
-        """Whether a hash that a run left in this run's directory is of the same configuration."""
-        return config_hash in (self.config_hash, _digest(self.named))  # hashes once had the names in them
-
-    def with_seed(self, seed: int) -> ResolvedRun:
-        """The run that differs in nothing but its seed, without parsing again."""
-
-        def other(text: str) -> str:
-            return re.sub(r"^seed_everything: .*$", f"seed_everything: {seed}", text, flags=re.MULTILINE)
-
-        run_dir = self.run_dir.with_name(f"seed_{seed}")
-        return ResolvedRun(run_dir, self.uses_gpu, other(self.deciding), other(self.named))
 
 
 class RunFinished(Exception):
@@ -144,20 +104,6 @@ class QKCLI(LightningCLI):
     def _options(self) -> Namespace:
         return self.config[self.subcommand] if self.subcommand else self.config
 
-    def resolve(self) -> ResolvedRun:
-        """The run's directory and configuration hash."""
-        options = self._options
-        run, seed = options.run, options.seed_everything
-        if isinstance(seed, bool) or seed is None:
-            raise ValueError(f"seed_everything={seed}: give a number, the run's directory and its data depend on it.")
-        run_dir = Path(run.root) / run.experiment / run.arm / f"seed_{seed}"
-        uses_gpu = options.trainer.accelerator != "cpu" and torch.cuda.is_available()
-        plain = _deciding(options)
-        named = _as_yaml(plain)
-        for key in ("experiment", "arm"):
-            del plain["run"][key]
-        return ResolvedRun(run_dir, uses_gpu, _as_yaml(plain), named)
-
     @override
     def before_instantiate_classes(self) -> None:
         self._check()
@@ -182,7 +128,7 @@ class QKCLI(LightningCLI):
 
     def _check(self) -> None:
         """Resolves the run, and refuses what can be told before anything of it is there."""
-        self.resolved = self.resolve()
+        self.resolved = ResolvedRun.of(self._options)
         self._refuse_trainer()
         chosen = None if self.subclass_mode_model else GPTModule
         rehearse(self._parser(self.subcommand), self._options, chosen, self._args)
@@ -219,6 +165,10 @@ class QKCLI(LightningCLI):
             shutil.rmtree(run_dir)
         remove_remains(run_dir)
         verdict = read_verdict(run_dir)
+        if options.ckpt_path is None and verdict is not None and (verdict["status"], verdict["step"]) == ("failed", 0):
+            print(f"{run_dir}: beginning anew where a run failed at step 0 ({verdict['error']})")
+            shutil.rmtree(run_dir)  # it holds nothing that was trained
+            verdict = None
         used = verdict is not None or any(run_dir.glob("events.out.tfevents.*"))
         if options.ckpt_path is None and used:
             raise ValueError(
@@ -266,7 +216,7 @@ class QKCLI(LightningCLI):
                 options.run.arm,
                 options.seed_everything,
                 self.resolved.config_hash,
-                _resume_hash(options),
+                resume_hash(options),
                 fork=self._fork,
             )
             self.trainer_defaults["callbacks"] = [RandomState(), ResumedCheckpoints(), ResumedValidation(), recorder]
@@ -290,47 +240,6 @@ class QKCLI(LightningCLI):
             run_dir.parent.parent, name=run_dir.parent.name, version=run_dir.name, default_hp_metric=False,
             purge_step=purge_step, filename_suffix=session_suffix(run_dir),
         )  # fmt: skip
-
-
-def _resume_hash(options: Namespace) -> str:
-    """Of what must agree between a checkpoint and the run that goes on; not its length, nor who only looks on."""
-    plain = _deciding(options)
-    for key in ("max_steps", "max_epochs", "max_time"):
-        plain["trainer"].pop(key, None)
-    every = plain["trainer"]["callbacks"] or []
-    ours = [
-        one for one in every if one["class_path"].startswith("callbacks.") and "StepProfile" not in one["class_path"]
-    ]
-    plain["trainer"]["callbacks"] = ours
-    return _digest(_as_yaml(plain))
-
-
-def _deciding(options: Namespace) -> dict[str, Any]:
-    """A parsed configuration, less what does not change a run's numbers, but with its names."""
-    plain: dict[str, Any] = _plain(options.as_dict())
-    for key in ("config", "ckpt_path", "weights_only", "verbose"):
-        plain.pop(key, None)
-    for key in ("root", "overwrite", *(["fork"] if plain["run"]["fork"] is None else [])):
-        plain["run"].pop(key, None)
-    plain["trainer"].pop("enable_progress_bar", None)
-    return plain
-
-
-def _as_yaml(plain: dict[str, Any]) -> str:
-    return yaml.safe_dump(plain, sort_keys=True)
-
-
-def _digest(text: str) -> str:
-    """sha256, 16 hex digits of it."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 _SETTINGS: dict[str, Any] = dict(

@@ -136,8 +136,7 @@ def gather(runs: Sequence[Run], reference: str | None = None, against: str | Non
 def _problems(run: Run, scalars: Mapping[str, Any]) -> Iterator[str]:
     """What is missing in a run, or not finite."""
     if not run.counted:
-        error = str((run.verdict or {}).get("error") or "").strip()
-        yield f"not counted: {run.state}" + (f" ({error.splitlines()[-1]})" if error else "")
+        yield f"not counted: {run.state}" + (f" ({run.problem})" if run.problem else "")
     if not scalars:
         yield "no scalars in its event files"
     for tag in (*TAGS, crash_rule.TAG):

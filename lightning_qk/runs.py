@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_qk.executors.attempt import read_attempt
 from lightning_qk.statistics import Lifetimes
-from lightning_qk.verdict import VERDICT_FILE, read_verdict, unsealed
+from lightning_qk.verdict import DONE, VERDICT_FILE, read_verdict, unsealed
 
-COUNTED = ("completed", "collapsed", "nonfinite")
 AGGREGATE = "aggregate"
 """The report's own directory in an experiment: what is under it is no run."""
 
@@ -27,12 +27,20 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The verdict's status, or `unfinished` where there is no verdict."""
-        return str(self.verdict["status"]) if self.verdict is not None else "unfinished"
+        """The verdict's status; without one `failed` where a sweep says so of its last attempt, else `unfinished`."""
+        if self.verdict is not None:
+            return str(self.verdict["status"])
+        return "failed" if read_attempt(self.path).get("state") == "failed" else "unfinished"
+
+    @property
+    def problem(self) -> str:
+        """Why it failed, the last line of it; empty if it did not or nothing was said."""
+        said = (self.verdict or {}).get("error") or (self.state == "failed" and read_attempt(self.path).get("problem"))
+        return str(said or "").strip().rpartition("\n")[2]
 
     @property
     def counted(self) -> bool:
-        return self.state in COUNTED
+        return self.state in DONE
 
     @property
     def collapsed(self) -> bool:

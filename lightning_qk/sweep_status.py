@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from lightning_qk.executors.attempt import DONE, is_resumable, is_running, read_attempt
+from lightning_qk.executors.attempt import is_resumable, is_running, read_attempt
 from lightning_qk.experiment import Experiment, Run
 from lightning_qk.sweep_display import duration, progress_line, read_progress, verdict_line
-from lightning_qk.verdict import read_verdict
+from lightning_qk.verdict import DONE, read_verdict
 
 STATES = ("collapsed", "nonfinite", "completed", "running", "queued", "interrupted", "failed", "not started")
+_LEFT = "run time left (h:mm:ss)"
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,10 @@ def show_status(experiment: Experiment, root: Path, only: Sequence[str] | None, 
     rows.append(_row("total", found, usual))
     shown = [state for state in STATES if any(status.state == state for status in found)]
     width = max(len(row[0]) for row in rows)
-    print(f"\n{'':<{width}}  {'  '.join(shown)}  to compute", file=stream)
+    print(f"\n{'':<{width}}  {'  '.join(shown)}  {_LEFT}", file=stream)
     for name, counts, left in rows:
         cells = "  ".join(f"{counts[state]:>{len(state)}}" for state in shown)
-        print(f"{name:<{width}}  {cells}  {'-' if left is None else duration(left):>10}", file=stream)
+        print(f"{name:<{width}}  {cells}  {'-' if left is None else duration(left):>{len(_LEFT)}}", file=stream)
     active, left = rows[-1][1]["running"], rows[-1][2]
     if active and left is not None:
         longest = max(_seconds_left(status, usual) or 0.0 for status in found)

@@ -14,7 +14,9 @@ from typing import Any
 
 VERDICT_FILE = "verdict.json"
 SCHEMA = 1
-STATUSES = ("completed", "collapsed", "nonfinite", "failed")
+DONE = ("completed", "collapsed", "nonfinite")
+"""Statuses of a run that is over and counts; what failed does not."""
+STATUSES = (*DONE, "failed")
 
 
 def write_text_atomic(path: Path | str, text: str) -> None:

@@ -18,9 +18,9 @@ import yaml
 from runs import callback, finish, run_args, run_dir, start, write_tokens
 
 from lightning_qk.__main__ import main as command
-from lightning_qk.cli import DONE, RunConfig, main, resolve_run
+from lightning_qk.cli import RunConfig, main, resolve_run
 from lightning_qk.events import read_scalars
-from lightning_qk.verdict import read_verdict, write_sealed
+from lightning_qk.verdict import DONE, read_verdict, write_sealed
 
 MONITOR = callback("SpectralMonitor", every_n_steps=2)
 
@@ -135,6 +135,21 @@ def test_overwrite_replaces_it(root: Path, tokens: dict[str, Any]) -> None:
     assert verdict is not None and verdict["step"] == 2
     assert not (run_dir(root) / "stale").exists()
     assert read_scalars(run_dir(root))["loss/train"].steps.tolist() == [0, 1]
+
+
+def test_a_run_that_failed_before_its_first_step_is_begun_anew(
+    tmp_path: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = callback("RouteSplice", route="qk", layers=[9])
+    assert main(["fit", *run_args(tmp_path, tokens, wrong)]) == 2
+    verdict = read_verdict(run_dir(tmp_path))
+    assert verdict is not None and (verdict["status"], verdict["step"]) == ("failed", 0)
+    capsys.readouterr()
+    assert main(["fit", *run_args(tmp_path, tokens)]) == 0
+    assert "beginning anew where a run failed at step 0 (ValueError: " in capsys.readouterr().out
+    verdict = read_verdict(run_dir(tmp_path))
+    assert verdict is not None and verdict["status"] == "completed"
+    assert read_scalars(run_dir(tmp_path))["loss/train"].steps.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_finished_run_is_left_alone(root: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

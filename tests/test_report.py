@@ -76,6 +76,11 @@ def test_one_seed_an_arm_is_told_without_statistics(tmp_path: Path, capsys: pyte
     assert [word for word in statistics if word in out] == list(statistics) and "--seeds" not in out
 
 
+def test_a_run_that_its_sweep_saw_fail_is_no_unfinished_one(experiment: Path) -> None:
+    (experiment / "fault" / "seed_2" / "attempt.json").write_text('{"state": "failed", "problem": "exit status 2"}')
+    assert "not counted: failed (exit status 2): fault/seed_2\n" in markdown(experiment)
+
+
 def test_failed_and_unfinished_are_named_and_not_counted(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(experiment)]) == 0
     out = capsys.readouterr().out

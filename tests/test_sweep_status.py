@@ -21,6 +21,9 @@ def lab(tmp_path: Path) -> Lab:
     return Lab(tmp_path)
 
 
+LEFT = ["run", "time", "left", "(h:mm:ss)"]
+
+
 def status(lab: Lab, experiment: Experiment, only: list[str] | None = None) -> list[str]:
     stream = io.StringIO()
     assert show_status(experiment, lab.root / "runs", only, stream) == 0
@@ -38,7 +41,7 @@ def test_nothing_has_started(lab: Lab) -> None:
     lines = status(lab, lab.experiment((0,)))
     assert lines[:2] == ["fp32/seed_0: not started", "fault/seed_0: not started"]
     assert [line.split() for line in lines[3:]] == [
-        *(["not", "started", "to", "compute"], ["fp32", "1", "-"], ["fault", "1", "-"], ["total", "2", "-"])
+        *(["not", "started", *LEFT], ["fp32", "1", "-"], ["fault", "1", "-"], ["total", "2", "-"])
     ]
 
 
@@ -62,7 +65,7 @@ def test_every_state(lab: Lab) -> None:
         f"fault/seed_2: FAILED, exit status 3; see {lab.path('fault/seed_2/log.txt')}",
     ]
     assert lines[6] == "fp32/seed_3: interrupted at step 40 of 100, goes on from step 0, for it has no checkpoint"
-    assert lines[9].split() == ["collapsed", "completed", "running", "queued", "interrupted", "failed", "to", "compute"]
+    assert lines[9].split() == ["collapsed", "completed", "running", "queued", "interrupted", "failed", *LEFT]
     # the fake fit says that it took a second; 25 s are left of the one that runs
     assert lines[10].split() == ["fp32", "0", "1", "1", "1", "1", "0", "0:27"]
     assert lines[11].split() == ["fault", "1", "0", "0", "1", "1", "1", "0:03"]

@@ -17,9 +17,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lightning_qk.verdict import read_verdict, write_json_atomic
+from lightning_qk.verdict import DONE, read_verdict, write_json_atomic
 
-DONE = ("completed", "collapsed", "nonfinite")
 POLL_S, GRACE_S = 0.1, 10.0
 BEAT_S, STALE_S = 5.0, 60.0  # a running attempt touches its file; one that no longer does was killed
 # One thread a run: sums do not depend on how many runs share the machine, nor do runs fight for cores.

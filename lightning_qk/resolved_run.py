@@ -1,0 +1,107 @@
+"""Which run a configuration is: its directory, and a hash of all that decides its numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse import Namespace
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedRun:
+    """What a ``fit`` command would run.
+
+    Attributes:
+        run_dir: its directory.
+        uses_gpu: whether it may run on a GPU: the accelerator is not the CPU and there is a GPU.
+        deciding: all that decides the run's numbers, as YAML.
+        named: the same with the names of experiment and arm.
+    """
+
+    run_dir: Path
+    uses_gpu: bool
+    deciding: str = dataclasses.field(repr=False)
+    named: str = dataclasses.field(repr=False)
+
+    @classmethod
+    def of(cls, options: Namespace) -> ResolvedRun:
+        """The run of a parsed configuration.
+
+        Raises:
+            ValueError: ``seed_everything`` is no number.
+        """
+        run, seed = options.run, options.seed_everything
+        if isinstance(seed, bool) or seed is None:
+            raise ValueError(f"seed_everything={seed}: give a number, the run's directory and its data depend on it.")
+        run_dir = Path(run.root) / run.experiment / run.arm / f"seed_{seed}"
+        uses_gpu = options.trainer.accelerator != "cpu" and torch.cuda.is_available()
+        plain = _deciding(options)
+        named = _as_yaml(plain)
+        for key in ("experiment", "arm"):
+            del plain["run"][key]
+        return cls(run_dir, uses_gpu, _as_yaml(plain), named)
+
+    @property
+    def config_hash(self) -> str:
+        """Hash of all that decides the run's numbers."""
+        return _digest(self.deciding)
+
+    def is_of(self, config_hash: str | None) -> bool:
+        """Whether a hash that a run left in this run's directory is of the same configuration."""
+        return config_hash in (self.config_hash, _digest(self.named))  # hashes once had the names in them
+
+    def with_seed(self, seed: int) -> ResolvedRun:
+        """The run that differs in nothing but its seed, without parsing again."""
+
+        def other(text: str) -> str:
+            return re.sub(r"^seed_everything: .*$", f"seed_everything: {seed}", text, flags=re.MULTILINE)
+
+        run_dir = self.run_dir.with_name(f"seed_{seed}")
+        return ResolvedRun(run_dir, self.uses_gpu, other(self.deciding), other(self.named))
+
+
+def resume_hash(options: Namespace) -> str:
+    """Of what must agree between a checkpoint and the run that goes on; not its length, nor who only looks on."""
+    plain = _deciding(options)
+    for key in ("max_steps", "max_epochs", "max_time"):
+        plain["trainer"].pop(key, None)
+    every = plain["trainer"]["callbacks"] or []
+    ours = [
+        one for one in every if one["class_path"].startswith("callbacks.") and "StepProfile" not in one["class_path"]
+    ]
+    plain["trainer"]["callbacks"] = ours
+    return _digest(_as_yaml(plain))
+
+
+def _deciding(options: Namespace) -> dict[str, Any]:
+    """A parsed configuration, less what does not change a run's numbers, but with its names."""
+    plain: dict[str, Any] = _plain(options.as_dict())
+    for key in ("config", "ckpt_path", "weights_only", "verbose"):
+        plain.pop(key, None)
+    for key in ("root", "overwrite", *(["fork"] if plain["run"]["fork"] is None else [])):
+        plain["run"].pop(key, None)
+    plain["trainer"].pop("enable_progress_bar", None)
+    return plain
+
+
+def _as_yaml(plain: dict[str, Any]) -> str:
+    return yaml.safe_dump(plain, sort_keys=True)
+
+
+def _digest(text: str) -> str:
+    """sha256, 16 hex digits of it."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
