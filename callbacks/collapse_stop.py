@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -18,7 +19,8 @@ class CollapseStop(CollapseRule, Callback):
     """:class:`lightning_qk.collapse_rule.CollapseRule` in a Trainer; the loss is the mean over all ranks.
 
     A collapse ends training unless ``stop`` is false; a loss that is not finite always does, and so does a gradient
-    that the optimizer was given (after callbacks and clipping). Arguments are those of the rule.
+    that the optimizer was given (after callbacks and clipping). Either is told by Lightning's logger. Arguments are
+    those of the rule.
     """
 
     def __init__(
@@ -45,6 +47,8 @@ class CollapseStop(CollapseRule, Callback):
             pl_module.log("collapse/excess", self.current_excess)
         if self.over:
             trainer.should_stop = True
+            began = self.verdict_fields()["collapse_step"]
+            rank_zero_info(f"CollapseStop: {self.status} at step {began}; training ends at step {trainer.global_step}.")
 
 
 def _finite_gradient(trainer: Trainer, pl_module: LightningModule) -> bool:

@@ -121,8 +121,9 @@ class QKGuard(Callback):
 
     def _check_arguments(self) -> None:
         mode, scope, fire_step, threshold = self.mode, self.scope, self.fire_step, self.threshold
-        if mode not in MODES or scope not in SCOPES:
-            raise ValueError(f"QKGuard: mode={mode!r} ({', '.join(MODES)}) or scope={scope!r} ({', '.join(SCOPES)}).")
+        for name, value, there in (("mode", mode, MODES), ("scope", scope, SCOPES)):
+            if value not in there:
+                raise ValueError(f"QKGuard: {name}={value!r} is not one of {', '.join(there)}.")
         if (mode == "fire_at_step") != (fire_step is not None):
             raise ValueError(f"QKGuard: fire_step={fire_step} goes with mode='fire_at_step', got mode={mode!r}.")
         if mode != "logit" and scope != "all":
@@ -136,16 +137,9 @@ class QKGuard(Callback):
             )
         if mode == "logit" and threshold is None:
             raise ValueError(f"QKGuard: trigger={self.trigger!r} has no threshold of its own; set threshold.")
-        for name, least in (
-            ("fire_step", 1),
-            ("every_n_steps", 1),
-            ("patience", 1),
-            ("window", 1),
-            ("disarm_after", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"QKGuard: {name}={value} must be at least {least}.")
+        for name in ("fire_step", "every_n_steps", "patience", "window", "disarm_after"):
+            if (steps := getattr(self, name)) is not None and steps < 1:
+                raise ValueError(f"QKGuard: {name}={steps} must be at least 1.")
         if threshold is not None and not threshold > 0:
             raise ValueError(f"QKGuard: threshold={threshold} must be positive.")
 

@@ -6,13 +6,13 @@ import dataclasses
 import itertools
 import json
 import re
-from argparse import ArgumentError
+from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from lightning_qk.complaints import explain
 from lightning_qk.experiment_arms import SweepError, expand_forks, expand_grid, grid_keys, pick_references
@@ -149,10 +149,18 @@ class Experiment:
         return Run(arm, seed, root / self.name / arm / f"seed_{seed}", (*args, "--ckpt_path", "last"), fork)
 
 
+class _AsWritten(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+    """Leaves the description's lines as they are: there is YAML in it."""
+
+
 def sweep_parser(description: str) -> ArgumentParser:
     """The parser of `sweep`, of which an experiment's YAML is the configuration file."""
     parser = ArgumentParser(
-        prog="python -m lightning_qk sweep", description=description, exit_on_error=False, allow_abbrev=False
+        prog="python -m lightning_qk sweep",
+        description=description,
+        formatter_class=_AsWritten,
+        exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument("-c", "--config", action="config", help="the experiment's YAML, required")
     parser.add_argument("--name", type=str, help="name of the experiment and of its directory")

@@ -142,7 +142,10 @@ class Diverge(Callback):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(("stop", "steps"), [(True, 7), (False, 10)])
-def test_a_trainer_stops_when_told_to(tmp_path: Path, stop: bool, steps: int, accumulate: int) -> None:
+def test_a_trainer_stops_when_told_to_and_says_so(
+    tmp_path: Path, stop: bool, steps: int, accumulate: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     judge = CollapseStop(window=1, patience=3, stop=stop)
     _, recording = fit(tmp_path, [Diverge(3, 9.0), judge], fault(), max_steps=10, accumulate_grad_batches=accumulate)
     fields = judge.verdict_fields()
@@ -150,6 +153,8 @@ def test_a_trainer_stops_when_told_to(tmp_path: Path, stop: bool, steps: int, ac
     assert len(recording.losses) == steps * accumulate
     assert recording.logged[-1]["collapse/excess"] == pytest.approx(9, abs=1)
     assert recording.logged[2 * accumulate]["collapse/excess"] < 1
+    said = [message for message in caplog.messages if message.startswith("CollapseStop")]
+    assert said == ["CollapseStop: collapsed at step 4; training ends at step 7."] * stop
 
 
 @pytest.mark.parametrize("stop", [True, False])

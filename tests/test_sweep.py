@@ -185,7 +185,7 @@ def test_main_runs_and_reports(lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(sweep_module, "Sweep", build)
     assert main(["-c", str(config), "--jobs", "2"]) == 1
     out = capsys.readouterr().out
-    assert "unfinished" in out and "fp32/seed_1" in out
+    assert "not counted: failed (exit status 3): fp32/seed_1\n" in out
     assert "Against fp32" in out
     assert f"tensorboard --logdir {lab.path('')}" in out
     assert lab.path("figure.png").exists()
@@ -255,3 +255,9 @@ def test_runs_die_with_a_killed_sweep(hanging: Any) -> None:
     hanging.process.wait()
     trainers = hanging.pids[::2]
     wait_until(lambda: not any(alive(pid) for pid in trainers))
+
+
+def test_help_leaves_the_yaml_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "\n    sizes:                                    # --size paper" in capsys.readouterr().out
