@@ -96,6 +96,7 @@ def resumed(arm: str, root: Path, tokens: dict[str, Any], kills: list[tuple[str,
     assert main([*args, "--ckpt_path", "last"]) == 0
     saved = {p.name for p in (run_dir(root) / "checkpoints").iterdir()}
     assert {"last.ckpt", "step_9.ckpt"} <= saved and not any(name.startswith("last-v") for name in saved)
+    assert global_step(run_dir(root) / "checkpoints" / "last.ckpt") == 9
     return outcome(run_dir(root))
 
 
