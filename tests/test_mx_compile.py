@@ -20,6 +20,7 @@ class TestCompiled:
     def fresh(self):
         torch.compiler.reset()
 
+    @pytest.mark.slow
     def test_same_bits(self):
         x = torch.cat([data(kind, "mxfp4_e2m1").reshape(-1, 64)[:64] for kind in KINDS])[:, :40]  # a short last block
         x[3, 3], x[4, 34] = torch.inf, torch.nan

@@ -44,6 +44,12 @@ def interpret(*arguments: str) -> None:
 
 
 @needs_triton
+def test_interpreted_kernels_equal_the_reference_in_presets_and_variants():
+    interpret("-k", "test_presets or test_variants or test_exact_ties")
+
+
+@needs_triton
+@pytest.mark.slow
 def test_interpreted_kernels_equal_the_reference():
     interpret()
 
