@@ -25,9 +25,10 @@ class ResumedCheckpoints(Callback):
             if isinstance(one, ModelCheckpoint):
                 one._last_global_step_saved = trainer.global_step
                 one._enable_version_counter = False
-                if trainer.ckpt_path is not None and Path(trainer.ckpt_path).parent.resolve() == _directory(one):
+                if trainer.ckpt_path is not None and Path(trainer.ckpt_path).resolve() == _last_file(one):
                     one._last_checkpoint_saved = str(trainer.ckpt_path)
 
 
-def _directory(callback: ModelCheckpoint) -> Path | None:
-    return None if callback.dirpath is None else Path(callback.dirpath).resolve()
+def _last_file(callback: ModelCheckpoint) -> Path | None:
+    name = f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+    return None if callback.dirpath is None else (Path(callback.dirpath) / name).resolve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from pathlib import Path
@@ -11,7 +12,16 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_qk.verdict import SCHEMA, VERDICT_FILE, in_words, versions, write_json_atomic, write_sealed
+from lightning_qk.verdict import (
+    DONE,
+    SCHEMA,
+    VERDICT_FILE,
+    in_words,
+    read_verdict,
+    versions,
+    write_json_atomic,
+    write_sealed,
+)
 
 _FIELDS = ("collapse_step", "guard_step", "loss", "min_loss", "sigma_q", "sigma_k", "max_logit", "max_logit_peak")
 _FINITE = ("loss", "val_loss", "sigma_q", "sigma_k", "max_logit", "max_logit_peak", "guard_logit")
@@ -47,7 +57,7 @@ class RunRecorder(Callback):
         self.refresh_s, self.fork = refresh_s, fork
         self._seconds = 0.0
         self._started = self._written = time.monotonic()
-        self._first_step = 0
+        self._first_step, self._begun = 0, False
         self._data: dict[str, Any] = {}
         self._val_loss: float | None = None
 
@@ -60,6 +70,12 @@ class RunRecorder(Callback):
         self._progress(trainer, "starting")
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self._begun and trainer.is_global_zero:
+            _drop_failure(Path(trainer.default_root_dir))
+        self._begun = True
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -69,7 +85,8 @@ class RunRecorder(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         val_loss = trainer.callback_metrics.get("loss/val")
-        if val_loss is not None and not trainer.sanity_checking:
+        bad = self._val_loss is not None and not math.isfinite(self._val_loss)  # and stays
+        if val_loss is not None and not trainer.sanity_checking and not bad:
             self._val_loss = float(val_loss)
 
     @override
@@ -109,12 +126,6 @@ class RunRecorder(Callback):
             return  # that state is the other run's
         self._seconds, self._val_loss = state_dict["seconds"], state_dict["val_loss"]
         self.fork = state_dict.get("fork")
-        if state_dict["resume_hash"] != self.resume_hash:
-            raise ValueError(
-                f"The checkpoint was trained with another configuration (hash {state_dict['resume_hash']}, now "
-                f"{self.resume_hash}); only trainer.max_steps may change. Use the run's own config.yaml, or start a "
-                "new run without --ckpt_path."
-            )
 
     def _fields(self, trainer: Trainer) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -147,8 +158,9 @@ class RunRecorder(Callback):
         )
 
     def _verdict(self, trainer: Trainer, error: str | None) -> None:
-        if not trainer.is_global_zero:
-            return
+        directory = Path(trainer.default_root_dir)
+        if not trainer.is_global_zero or (not self._begun and _is_done(directory)):
+            return  # what fails before it goes on with a finished run takes nothing from it
         fields = _without_silence({**self._fields(trainer), "val_loss": self._val_loss}, trainer.global_step)
         verdict = {
             "schema": SCHEMA,
@@ -156,7 +168,7 @@ class RunRecorder(Callback):
             "experiment": self.experiment,
             "arm": self.arm,
             "seed": self.seed,
-            "step": trainer.global_step,
+            "step": trainer.global_step if self._begun else _step_before(directory),
             "max_steps": trainer.max_steps,
             **{name: fields.pop(name, None) for name in _FIELDS},
             **{name: value for name, value in fields.items() if name != "status"},
@@ -168,8 +180,25 @@ class RunRecorder(Callback):
             "error": error,
             **({} if self.fork is None else {"fork": self.fork}),
         }
-        write_sealed(Path(trainer.default_root_dir) / VERDICT_FILE, verdict)
-        print(f"{in_words(verdict)}: {trainer.default_root_dir}")
+        write_sealed(directory / VERDICT_FILE, verdict)
+        print(f"{in_words(verdict)}: {directory}")
+
+
+def _is_done(directory: Path) -> bool:
+    verdict = read_verdict(directory)
+    return verdict is not None and verdict["status"] in DONE
+
+
+def _drop_failure(directory: Path) -> None:
+    """The verdict of a failure that is being made up for; a kill from now on is no failure."""
+    if not _is_done(directory):
+        (directory / VERDICT_FILE).unlink(missing_ok=True)
+
+
+def _step_before(directory: Path) -> int:
+    """Where the run was that could not go on."""
+    path = directory / "progress.json"
+    return int(json.loads(path.read_text())["step"]) if path.exists() else 0
 
 
 def _without_silence(fields: dict[str, Any], step: int) -> dict[str, Any]:
@@ -181,7 +210,7 @@ def _without_silence(fields: dict[str, Any], step: int) -> dict[str, Any]:
     status = fields.get("status", "completed")
     readings = [value for name in _FINITE if (value := fields.get(name)) is not None]
     if status == "completed" and not all(map(math.isfinite, readings)):
-        return {**fields, "status": "nonfinite", "collapse_step": step}
+        return {**fields, "status": "nonfinite", "collapse_step": fields.get("nonfinite_step", step)}
     return {**fields, "status": status}
 
 

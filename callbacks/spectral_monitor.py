@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -23,7 +25,8 @@ class SpectralMonitor(Callback):
 
     ``sigma/q`` is the largest singular value of the query projection's weight after the step (healthy GPT-2 small:
     about 11; runaway: 237). ``logit/max`` is the largest scaled, signed, masked attention logit of that step's
-    micro-batches, as the attention core reports it, over all ranks.
+    micro-batches, as the attention core reports it, over all ranks. The first step at which one of the three is not
+    finite is warned of, and in the verdict as ``nonfinite_step``.
 
     Args:
         every_n_steps: optimizer steps between two readings of the spectra.
@@ -47,6 +50,7 @@ class SpectralMonitor(Callback):
         self._max_logit_L: Tensor | None = None
         self._last: dict[str, float] = {}
         self._peak_logit = float("-inf")
+        self._nonfinite_step: int | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -93,6 +97,9 @@ class SpectralMonitor(Callback):
         self._last = {name: float(values_L.max()) for name, values_L in readings.items()}  # NaN propagates
         if not self._last["logit/max"] <= self._peak_logit:  # NaN becomes the peak and stays it
             self._peak_logit = self._last["logit/max"]
+        if self._nonfinite_step is None and not all(map(math.isfinite, self._last.values())):
+            self._nonfinite_step = trainer.global_step
+            rank_zero_warn(f"SpectralMonitor: not finite at step {trainer.global_step}: {self._last}.")
         self._log(trainer, pl_module, readings, sites)
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, readings: dict[str, Tensor], sites: list[Any]) -> None:
@@ -118,13 +125,20 @@ class SpectralMonitor(Callback):
             "sigma_k": self._last.get("sigma/k"),
             "max_logit": self._last.get("logit/max"),
             "max_logit_peak": self._peak_logit if self._last else None,
+            **({} if self._nonfinite_step is None else {"nonfinite_step": self._nonfinite_step}),
         }
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"last": dict(self._last), "peak_logit": self._peak_logit, "trial_NnB": self._top.trial_NnB}
+        return {
+            "last": dict(self._last),
+            "peak_logit": self._peak_logit,
+            "nonfinite_step": self._nonfinite_step,
+            "trial_NnB": self._top.trial_NnB,
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._last, self._peak_logit = dict(state_dict["last"]), state_dict["peak_logit"]
+        self._nonfinite_step = state_dict.get("nonfinite_step")
         self._top.trial_NnB = state_dict["trial_NnB"]

@@ -93,10 +93,26 @@ def global_step(checkpoint: Path | str) -> int:
         ValueError: it can not be read; the message has its path.
     """
     try:
-        content = torch.load(state_file(checkpoint), map_location="cpu", mmap=True, weights_only=True)
-        return int(content["global_step"])
+        return int(_state(checkpoint)["global_step"])
     except (*UNREADABLE, TypeError) as error:
         raise unreadable(checkpoint, error) from error
+
+
+def callback_state(checkpoint: Path | str, name: str) -> dict[str, Any]:
+    """The state of a callback in a checkpoint; empty if it has none.
+
+    Raises:
+        ValueError: it can not be read; the message has its path.
+    """
+    try:
+        return dict(_state(checkpoint).get("callbacks", {}).get(name, {}))
+    except (*UNREADABLE, TypeError, AttributeError) as error:
+        raise unreadable(checkpoint, error) from error
+
+
+def _state(checkpoint: Path | str) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(state_file(checkpoint), map_location="cpu", mmap=True, weights_only=True)
+    return content
 
 
 def last_checkpoint(run_dir: Path, max_steps: int = -1) -> str | None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 from argparse import ArgumentError
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -29,15 +30,15 @@ import lightning_qk.gaussian_data
 import lightning_qk.precision
 import lightning_qk.student_teacher  # noqa: F401
 from callbacks import CollapseStop, RandomState, ResumedCheckpoints, ResumedValidation, RunRecorder
-from lightning_qk.checkpoints import WholeCheckpointIO, global_step, last_checkpoint, refuse_code
+from lightning_qk.checkpoints import WholeCheckpointIO, callback_state, global_step, last_checkpoint, refuse_code
 from lightning_qk.complaints import complain, explain
 from lightning_qk.data import TokenData
 from lightning_qk.fork import Fork
 from lightning_qk.module import GPTModule
 from lightning_qk.overlays import chooses_model, keep_overrides, nest_nulls, refuse_dropped_callbacks
 from lightning_qk.rehearsal import rehearse
-from lightning_qk.resolved_run import ResolvedRun, resume_hash
-from lightning_qk.run_files import RunLogger, SaveConfig, remove_remains
+from lightning_qk.resolved_run import ResolvedRun, changes, resume_hash
+from lightning_qk.run_files import CONFIG_FILE, RunLogger, SaveConfig, remove_remains
 from lightning_qk.strategies import SPLITS_WEIGHTS
 from lightning_qk.verdict import DONE, read_verdict
 
@@ -154,41 +155,58 @@ class QKCLI(LightningCLI):
             )
 
     def _prepare_directory(self) -> None:
+        """Every rank judges the same; what is in the way, and what is said, is rank zero's."""
         options, run_dir = self._options, self.resolved.run_dir
-        if getattr(rank_zero_only, "rank", 0) != 0:  # rank zero judges; the others must only find the same checkpoint
-            if options.ckpt_path == "last":
-                options.ckpt_path = (
-                    None if options.run.overwrite else last_checkpoint(run_dir, options.trainer.max_steps)
-                )
-            return
-        if options.run.overwrite and run_dir.exists():
+        first = getattr(rank_zero_only, "rank", 0) == 0
+        if options.run.overwrite and first and run_dir.exists():
             shutil.rmtree(run_dir)
-        remove_remains(run_dir)
-        verdict = read_verdict(run_dir)
-        if options.ckpt_path is None and verdict is not None and (verdict["status"], verdict["step"]) == ("failed", 0):
+        if first:
+            remove_remains(run_dir)
+        verdict = None if options.run.overwrite else read_verdict(run_dir)
+        if options.ckpt_path is None:
+            if first:
+                self._refuse_used(verdict)
+            return
+        finished = verdict is not None and verdict["status"] in DONE
+        if verdict is not None and finished and self.resolved.is_of(verdict.get("config_hash")):
+            raise RunFinished(f"{run_dir} is finished ({verdict['status']} at step {verdict['step']}): nothing to do.")
+        if options.ckpt_path == "last":
+            longest = -1 if finished else options.trainer.max_steps
+            options.ckpt_path = None if options.run.overwrite else last_checkpoint(run_dir, longest)
+            if finished and options.ckpt_path is None:
+                raise FileNotFoundError(f"--ckpt_path last: {run_dir} is finished and has no checkpoint to go on from.")
+            if first and options.ckpt_path is None:
+                print(f"--ckpt_path last: {run_dir} has no checkpoint to go on from; starting at its beginning.")
+            elif first:
+                print(f"going on from step {global_step(options.ckpt_path)}: {options.ckpt_path}")
+        if options.ckpt_path is not None:
+            self._refuse_other_configuration(Path(options.ckpt_path))
+
+    def _refuse_used(self, verdict: dict[str, Any] | None) -> None:
+        run_dir = self.resolved.run_dir
+        trained = any((run_dir / "checkpoints").glob("*.ckpt"))
+        if verdict is not None and not trained and (verdict["status"], verdict["step"]) == ("failed", 0):
             print(f"{run_dir}: beginning anew where a run failed at step 0 ({verdict['error']})")
-            shutil.rmtree(run_dir)  # it holds nothing that was trained
-            verdict = None
-        used = verdict is not None or any(run_dir.glob("events.out.tfevents.*"))
-        if options.ckpt_path is None and used:
+            return
+        if verdict is not None or trained or any(run_dir.glob("events.out.tfevents.*")):
             raise ValueError(
                 f"{run_dir} holds a run already ({verdict['status'] if verdict else 'unfinished'}). Go on with it "
                 "by --ckpt_path last, give another --run.experiment or --seed_everything, or replace it by "
                 "--run.overwrite true."
             )
-        if options.ckpt_path is None:
+
+    def _refuse_other_configuration(self, checkpoint: Path) -> None:
+        """Before anything is written: a resume by mistake leaves the run as it was."""
+        there, here = callback_state(checkpoint, "RunRecorder").get("resume_hash"), resume_hash(self._options)
+        if there in (None, here):
             return
-        if verdict is not None and verdict["status"] in DONE and self.resolved.is_of(verdict.get("config_hash")):
-            raise RunFinished(f"{run_dir} is finished ({verdict['status']} at step {verdict['step']}): nothing to do.")
-        if options.ckpt_path == "last":
-            finished = verdict is not None and verdict["status"] in DONE
-            options.ckpt_path = last_checkpoint(run_dir, -1 if finished else options.trainer.max_steps)
-            if finished and options.ckpt_path is None:
-                raise FileNotFoundError(f"--ckpt_path last: {run_dir} is finished and has no checkpoint to go on from.")
-            if options.ckpt_path is None:
-                print(f"--ckpt_path last: {run_dir} has no checkpoint to go on from; starting at its beginning.")
-            else:
-                print(f"going on from step {global_step(options.ckpt_path)}: {options.ckpt_path}")
+        config_file = checkpoint.parent.parent / CONFIG_FILE
+        found = changes(self._options, config_file) if config_file.exists() else []
+        raise ValueError(
+            f"{checkpoint} was trained with another configuration: {', '.join(found) or f'hash {there}, now {here}'}. "
+            "Only the length of training and who looks on may change. Give the run's own configuration, which its "
+            "config.yaml is, or another --run.experiment without --ckpt_path."
+        )
 
     def _begin_with_fork(self) -> None:
         """Takes the other run's checkpoint where this run has none of its own yet."""

@@ -41,7 +41,7 @@ class ResolvedRun:
             raise ValueError(f"seed_everything={seed}: give a number, the run's directory and its data depend on it.")
         run_dir = Path(run.root) / run.experiment / run.arm / f"seed_{seed}"
         uses_gpu = options.trainer.accelerator != "cpu" and torch.cuda.is_available()
-        plain = _deciding(options)
+        plain = _deciding(_plain(options.as_dict()))
         named = _as_yaml(plain)
         for key in ("experiment", "arm"):
             del plain["run"][key]
@@ -68,7 +68,21 @@ class ResolvedRun:
 
 def resume_hash(options: Namespace) -> str:
     """Of what must agree between a checkpoint and the run that goes on; not its length, nor who only looks on."""
-    plain = _deciding(options)
+    return _digest(_as_yaml(_bound(_plain(options.as_dict()))))
+
+
+def changes(options: Namespace, config_file: Path) -> list[str]:
+    """What of that is not as in a run's configuration file, as ``model.lr=0.5 (there 0.01)``; sorted by key."""
+    there, here = (_flat(_bound(one)) for one in (yaml.safe_load(config_file.read_text()), _plain(options.as_dict())))
+    return [
+        f"{key}={here.get(key)} (there {there.get(key)})"
+        for key in sorted(there.keys() | here.keys())
+        if str(there.get(key)) != str(here.get(key))
+    ]
+
+
+def _bound(plain: dict[str, Any]) -> dict[str, Any]:
+    plain = _deciding(plain)
     for key in ("max_steps", "max_epochs", "max_time"):
         plain["trainer"].pop(key, None)
     every = plain["trainer"]["callbacks"] or []
@@ -76,12 +90,19 @@ def resume_hash(options: Namespace) -> str:
         one for one in every if one["class_path"].startswith("callbacks.") and "StepProfile" not in one["class_path"]
     ]
     plain["trainer"]["callbacks"] = ours
-    return _digest(_as_yaml(plain))
+    return plain
 
 
-def _deciding(options: Namespace) -> dict[str, Any]:
-    """A parsed configuration, less what does not change a run's numbers, but with its names."""
-    plain: dict[str, Any] = _plain(options.as_dict())
+def _flat(value: Any, key: str = "") -> dict[str, Any]:
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        return {k: v for name, item in value.items() for k, v in _flat(item, f"{key}.{name}".lstrip(".")).items()}
+    return {key: value}
+
+
+def _deciding(plain: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as plain values, less what does not change a run's numbers, but with its names."""
     for key in ("config", "ckpt_path", "weights_only", "verbose"):
         plain.pop(key, None)
     for key in ("root", "overwrite", *(["fork"] if plain["run"]["fork"] is None else [])):

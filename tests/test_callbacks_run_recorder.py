@@ -141,6 +141,72 @@ def test_a_validation_loss_that_is_not_finite_is_a_verdict(tmp_path: Path) -> No
     assert (verdict["status"], verdict["collapse_step"]) == ("nonfinite", 2) and math.isfinite(verdict["loss"])
 
 
+def test_a_validation_loss_that_was_not_finite_once_stays_so(tmp_path: Path) -> None:
+    model = module()
+    forward = model.forward
+    seen: list[float] = []
+
+    def ruined(*batch: Any) -> torch.Tensor:
+        loss = forward(*batch)
+        if model.training:
+            return loss
+        seen.append(float(loss))
+        return loss * math.nan if len(seen) == 1 else loss
+
+    model.forward = ruined  # type: ignore[method-assign]
+    fit(tmp_path, [CollapseStop(), recorder()], model=model, max_steps=2, limit_val_batches=1, val_check_interval=1)
+    verdict = read_verdict(tmp_path)
+    assert verdict is not None and len(seen) == 2 and math.isnan(verdict["val_loss"])
+    assert verdict["status"] == "nonfinite"
+
+
+def test_the_first_reading_that_is_not_finite_is_told(tmp_path: Path) -> None:
+    """In any Trainer; a later one may be finite again, and no loss has seen it."""
+
+    def poison(trainer: Trainer, outputs: Any) -> None:
+        with torch.no_grad():
+            attention_sites(trainer.lightning_module)[0].q_proj.weight[0, 0] = math.nan
+
+    monitor = SpectralMonitor(1)
+    with pytest.warns(UserWarning, match="SpectralMonitor: not finite at step 2: "):
+        fit(tmp_path, [At(1, poison), monitor, recorder()], fault(), max_steps=3)
+    assert monitor.verdict_fields()["nonfinite_step"] == 2
+    resumed = SpectralMonitor(1)
+    resumed.load_state_dict(monitor.state_dict())
+    assert resumed.verdict_fields()["nonfinite_step"] == 2
+    verdict = read_verdict(tmp_path)
+    assert verdict is not None and (verdict["status"], verdict["collapse_step"]) == ("nonfinite", 2)
+
+
+class Refuse(Callback):
+    """Fails before the first step."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize(("before", "kept"), [("completed", True), ("collapsed", True), ("failed", False)])
+def test_what_fails_before_its_first_step_takes_no_verdict_away(tmp_path: Path, before: str, kept: bool) -> None:
+    earlier = {"schema": 1, "status": before, "step": 7, "error": None}
+    write_sealed(tmp_path / "verdict.json", earlier)
+    with pytest.raises(ValueError, match="no"):
+        fit(tmp_path, [recorder(), Refuse()], max_steps=9)
+    verdict = read_verdict(tmp_path)
+    assert verdict is not None and (verdict == earlier) == kept
+    assert kept or (verdict["step"], verdict["error"]) == (0, "ValueError: no")
+
+
+def test_a_failure_is_forgotten_once_training_goes_on(tmp_path: Path) -> None:
+    write_sealed(tmp_path / "verdict.json", {"schema": 1, "status": "failed", "step": 7, "error": "no memory"})
+    seen: list[bool] = []
+
+    def look(trainer: Trainer, outputs: Any) -> None:
+        seen.append((tmp_path / "verdict.json").exists())
+
+    fit(tmp_path, [At(1, look), recorder()], max_steps=2)
+    assert seen == [False] and (tmp_path / "verdict.json").exists()
+
+
 def test_progress_is_written_as_it_goes(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
 

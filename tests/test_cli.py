@@ -152,6 +152,26 @@ def test_a_run_that_failed_before_its_first_step_is_begun_anew(
     assert read_scalars(run_dir(tmp_path))["loss/train"].steps.tolist() == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("state", ["finished", "killed", "failed on resuming"])
+def test_a_resume_by_mistake_changes_nothing(
+    state: str, root: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another configuration: no verdict, no config.yaml, no point of a curve; nor does it free the place."""
+    if state != "finished":
+        (run_dir(root) / "verdict.json").unlink()
+    if state == "failed on resuming":  # as versions before this one left it
+        write_sealed(run_dir(root) / "verdict.json", {"schema": 1, "status": "failed", "step": 0, "error": "wrong"})
+    before = contents(root)
+    args = ["fit", *run_args(root, tokens, MONITOR, callback("CollapseStop"), steps=9), "--ckpt_path", "last"]
+    message = failure([*args, "--model.lr=0.5", "--trainer.gradient_clip_val=0.25"], capsys)
+    assert "model.lr=0.5 (there 0.01), trainer.gradient_clip_val=0.25 (there " in message and "config.yaml" in message
+    assert "holds a run already" in failure(args[:-2], capsys)
+    assert contents(root) == before
+    assert main(args) == 0
+    verdict = read_verdict(run_dir(root))
+    assert verdict is not None and (verdict["status"], verdict["step"]) == ("completed", 9)
+
+
 def test_a_finished_run_is_left_alone(root: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(root)
     args = run_args(root, tokens, MONITOR, callback("CollapseStop"))

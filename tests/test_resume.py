@@ -145,6 +145,19 @@ def test_files_of_a_killed_run_are_written_over(
     assert {path.name: global_step(path) for path in directory.iterdir()} == steps
 
 
+def test_a_damaged_last_checkpoint_is_replaced_though_no_step_is_left_to_save(
+    tmp_path: Path, tokens: dict[str, Any], whole: dict[str, dict[str, Any]]
+) -> None:
+    args = ["fit", *plain(tmp_path, tokens), "--ckpt_path", "last"]
+    killed([*args, f"--trainer.callbacks+={callback('runs.Kill', hook='on_train_batch_end', call=11)}"])
+    last = run_dir(tmp_path) / "checkpoints" / "last.ckpt"
+    last.write_bytes(last.read_bytes()[:1000])
+    with pytest.warns(UserWarning, match=r"last\.ckpt is damaged"):
+        assert main(args) == 0
+    assert outcome(run_dir(tmp_path)) == whole["plain"]
+    assert global_step(last) == 11
+
+
 def test_a_terminated_run_says_so_by_its_exit_status(
     tmp_path: Path, tokens: dict[str, Any], whole: dict[str, dict[str, Any]]
 ) -> None:
