@@ -268,7 +268,7 @@ CHECKPOINTS: list[tuple[Callable[[Path], Any], str]] = [
     (_object, "{path} is no checkpoint that can be read: it is cut short or damaged, or holds more than plain values"),
     (_stateless, "{path} is no checkpoint that can be read"),
     (_other_model, "model.lr=0.01 but the checkpoint was trained with 0.5"),
-    (_other_configuration, "trained with another configuration (hash 0123"),
+    (_other_configuration, "trained with another configuration: hash 0123, now "),
 ]
 
 
