@@ -115,6 +115,7 @@ class QKCLI(LightningCLI):
             raise ValueError("weights_only=false: a checkpoint with more than plain values is code, and is not loaded.")
         if self.subcommand:
             self._options.weights_only = True
+            self._refuse_missing_checkpoint()
         if self.subcommand == "fit":
             self._refuse_endless()
             self._prepare_directory()
@@ -156,6 +157,13 @@ class QKCLI(LightningCLI):
             raise ValueError(
                 "trainer.max_steps is not set: training would never end. Add a size file, such as "
                 "-c configs/proxy.yaml, or --trainer.max_steps."
+            )
+
+    def _refuse_missing_checkpoint(self) -> None:
+        path = self._options.get("ckpt_path")
+        if path not in (None, "last") and "://" not in path and not Path(path).exists():
+            raise FileNotFoundError(
+                f"ckpt_path={path!r} does not exist. Name a checkpoint; --ckpt_path last is the newest of the run."
             )
 
     def _prepare_directory(self) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jsonargparse import Namespace
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_qk.complaints import in_file
@@ -37,6 +39,15 @@ def _is_limit(value: int) -> bool:
 
 _DURATION = "DD:HH:MM:SS or a mapping such as {hours: 2}"
 _RULES: dict[str, Rule] = {
+    "accelerator": (
+        lambda name: not isinstance(name, str) or name in ("auto", "gpu", *AcceleratorRegistry),
+        "is no accelerator; give auto, cpu or gpu",
+    ),
+    "devices": (lambda given: given not in (0, "0", [], ""), "must be a number from 1, a list of indices, or auto"),
+    "strategy": (
+        lambda name: not isinstance(name, str) or name in ("auto", *StrategyRegistry),
+        "is no strategy; give auto or ddp, or a class as configs/hardware/fsdp2.yaml does",
+    ),
     "accumulate_grad_batches": (lambda n: n >= 1, "must be at least 1, the micro-batches of a step"),
     "gradient_clip_val": (lambda norm: 0 <= norm < math.inf, "must be positive and finite, or 0 for no clipping"),
     "log_every_n_steps": (lambda n: n >= 1, "must be at least 1, or null for every 50 steps"),
@@ -59,7 +70,7 @@ _TRAINING_RULES: dict[str, Rule] = {
 
 
 def refuse_settings(trainer: Namespace, trains: bool, args: Sequence[str]) -> None:
-    """Checks the numbers among ``trainer.*`` that Lightning would take at their word.
+    """Checks those of ``trainer.*`` that Lightning would take at their word, or refuse without a remedy.
 
     Args:
         trainer: the parsed arguments of the Trainer.
@@ -67,7 +78,7 @@ def refuse_settings(trainer: Namespace, trains: bool, args: Sequence[str]) -> No
         args: what was parsed, to tell the file of a mistake.
 
     Raises:
-        ValueError: a number that cannot be meant; the message names the key and what it takes.
+        ValueError: a value that cannot be meant; the message names the key, what it takes and the file.
     """
     for key, (fits, remedy) in (_RULES | (_TRAINING_RULES if trains else {})).items():
         value = trainer.get(key)
