@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -140,8 +141,8 @@ class QKGuard(Callback):
         for name in ("fire_step", "every_n_steps", "patience", "window", "disarm_after"):
             if (steps := getattr(self, name)) is not None and steps < 1:
                 raise ValueError(f"QKGuard: {name}={steps} must be at least 1.")
-        if threshold is not None and not threshold > 0:
-            raise ValueError(f"QKGuard: threshold={threshold} must be positive.")
+        if threshold is not None and not 0 < threshold < math.inf:
+            raise ValueError(f"QKGuard: threshold={threshold} must be positive and finite.")
 
     @property
     def fired(self) -> bool:

@@ -35,11 +35,12 @@ from lightning_qk.complaints import complain, explain
 from lightning_qk.data import TokenData
 from lightning_qk.fork import Fork
 from lightning_qk.module import GPTModule
-from lightning_qk.overlays import chooses_model, keep_overrides, nest_nulls, refuse_dropped_callbacks
+from lightning_qk.overlays import chooses_model, keep_overrides, nest_nulls, refuse_dropped_callbacks, refuse_duplicates
 from lightning_qk.rehearsal import rehearse
 from lightning_qk.resolved_run import ResolvedRun, changes, resume_hash
 from lightning_qk.run_files import CONFIG_FILE, RunLogger, SaveConfig, remove_remains
 from lightning_qk.strategies import SPLITS_WEIGHTS
+from lightning_qk.trainer_settings import refuse_settings
 from lightning_qk.verdict import DONE, read_verdict
 
 
@@ -89,6 +90,7 @@ class QKCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         # not Lightning's: it warns of arguments given twice
         self._args = list(args)
+        refuse_duplicates(args)
         refuse_dropped_callbacks(args)
         try:
             self.config = parser.parse_args(nest_nulls(keep_overrides(args)))
@@ -113,6 +115,7 @@ class QKCLI(LightningCLI):
             raise ValueError("weights_only=false: a checkpoint with more than plain values is code, and is not loaded.")
         if self.subcommand:
             self._options.weights_only = True
+            self._refuse_missing_checkpoint()
         if self.subcommand == "fit":
             self._refuse_endless()
             self._prepare_directory()
@@ -131,6 +134,8 @@ class QKCLI(LightningCLI):
         """Resolves the run, and refuses what can be told before anything of it is there."""
         self.resolved = ResolvedRun.of(self._options)
         self._refuse_trainer()
+        # without a subcommand the arguments are those of fit
+        refuse_settings(self._options.trainer, self.subcommand in (None, "fit"), self._args)
         chosen = None if self.subclass_mode_model else GPTModule
         rehearse(self._parser(self.subcommand), self._options, chosen, self._args)
 
@@ -152,6 +157,13 @@ class QKCLI(LightningCLI):
             raise ValueError(
                 "trainer.max_steps is not set: training would never end. Add a size file, such as "
                 "-c configs/proxy.yaml, or --trainer.max_steps."
+            )
+
+    def _refuse_missing_checkpoint(self) -> None:
+        path = self._options.get("ckpt_path")
+        if path not in (None, "last") and "://" not in path and not Path(path).exists():
+            raise FileNotFoundError(
+                f"ckpt_path={path!r} does not exist. Name a checkpoint; --ckpt_path last is the newest of the run."
             )
 
     def _prepare_directory(self) -> None:

@@ -29,8 +29,10 @@ class CollapseRule:
         self, excess: float = 1.5, margin: float = 0.75, window: int = 10, patience: int = 100, stop: bool = True
     ) -> None:
         name = type(self).__name__
-        if not 0 <= margin < excess:
-            raise ValueError(f"{name}: margin={margin} must be at least 0 and below excess={excess}.")
+        if not 0 <= margin < excess < math.inf:
+            raise ValueError(
+                f"{name}: margin={margin} must be at least 0 and below excess={excess}, and both must be finite."
+            )
         if window < 1 or patience < 0:
             raise ValueError(f"{name}: window={window} must be at least 1 and patience={patience} at least 0.")
         self.excess, self.margin, self.window, self.patience, self.stop = excess, margin, window, patience, stop

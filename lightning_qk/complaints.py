@@ -24,7 +24,8 @@ _NOT_ACCEPTED = re.compile(r"(?:Option|Key) '([\w.+]+)' is not (?:accepted|expec
 _UNEXPECTED = re.compile(r"Unexpected keys: \{'([^']+)'")
 _NO_OPTION = re.compile(r"(?:Subcommand '\w+'|Group '([\w.]+)') does not accept option '([\w.+]+)'")
 _EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value: (.*))?$")
-_GIVEN = re.compile(r"Given value: (?:NestedArg\(key='[^']*', val=(.*)\)|(.*))$")
+_GIVEN = re.compile(r"Given value: (?:NestedArg\(key='[^']*', val=(.*)\)|(.*))$", re.MULTILINE)
+_NOT_FINITE = re.compile(r"[-+]?(nan|inf|infinity)", re.IGNORECASE)
 _PARSERS = re.compile(f"{_KEY.pattern}|{_CLASS.pattern}|{_NOT_ACCEPTED.pattern}|Does not validate against")
 _OTHER_TYPE = re.compile(r"Expected a <class '(NoneType|list|dict)'>")  # of a union, mostly: what fits least
 _NO_SUCH_NAME = re.compile(r"\W(\w+)'? (?:is not one of|does not exist; it takes) (.*)")
@@ -68,7 +69,7 @@ def explain(message: str, args: Sequence[str], keys: Collection[str] = ()) -> st
         return f"{given[0]}: {_did_you_mean(key, keys)}"
     if found := _NO_OPTION.search(message):
         key = ".".join(filter(None, found.groups()))
-        return f"{key}: {_did_you_mean(key, keys)}{_where(key, args)}"
+        return f"{key}: {_did_you_mean(key, keys)}{in_file(key, args)}"
     if message.startswith(("Problems parsing config", "Unexpected config")):
         return _broken_file(args) or message
     if found := re.match(r"Parser key \"config\": File does not exist: '(.*)'", message):
@@ -86,9 +87,9 @@ def explain(message: str, args: Sequence[str], keys: Collection[str] = ()) -> st
     if reason is None:
         return message
     if not labels and (found := _NOT_ACCEPTED.match(reason)):
-        return f"{found[1]}: {_did_you_mean(found[1], keys)}{_where(found[1], args)}"
+        return f"{found[1]}: {_did_you_mean(found[1], keys)}{in_file(found[1], args)}"
     key = labels[0] if labels else ""
-    return ": ".join([*labels, _reworded(reason, labels, message)]) + (_where(key, args) if key else "")
+    return ": ".join([*labels, _reworded(reason, labels, message)]) + (in_file(key, args) if key else "")
 
 
 def refusal(message: str, key: str, class_path: str, args: Sequence[str]) -> str:
@@ -107,7 +108,7 @@ def refusal(message: str, key: str, class_path: str, args: Sequence[str]) -> str
         files = [file for file in files_of(args) if class_path.rpartition(".")[2] in callback_names(read_mapping(file))]
         where = f" (in {files[0]})" if len(files) == 1 and not _is_argument(key, args) else ""
     elif mentioned is not None:
-        where = _where(f"{key}.init_args.{mentioned}", args) or _where(f"{key}.{mentioned}", args)
+        where = in_file(f"{key}.init_args.{mentioned}", args) or in_file(f"{key}.{mentioned}", args)
     joint = ": "
     if mentioned is not None and re.match(rf"{mentioned}[.=]", message):
         joint = "." if key == "model" else ".init_args."
@@ -153,8 +154,10 @@ def _reworded(reason: str, labels: Sequence[str], message: str) -> str:
         return f"{found[1]!r} is not one of its keys. See --help."
     if found := _EXPECTED.match(reason):
         given = found[2]
-        if given is None and (value := _GIVEN.search(message)):
+        if given is None and (value := _GIVEN.search(message, message.index(reason))):  # not that of what is around it
             given = value[1] or value[2]
+        if "<class 'float'>" in message and _NOT_FINITE.fullmatch(str(given)):
+            return f"expected a finite number, got {given}."
         wanted = re.sub(r"<class '([\w.]+)'>", r"\1", found[1])
         wanted = re.sub(r"typing\.Literal\[(.*)\]", r"one of \1", wanted).replace("NoneType", "null")
         return f"expected {wanted}, got {given}."
@@ -188,7 +191,7 @@ def _arguments(class_path: str) -> list[str]:
         return []
 
 
-def _where(key: str, args: Sequence[str]) -> str:
+def in_file(key: str, args: Sequence[str]) -> str:
     """The last configuration file that has the key, unless the command line has it too and so the last word."""
     if _is_argument(key, args):
         return ""

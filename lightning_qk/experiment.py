@@ -17,7 +17,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from lightning_qk.complaints import explain
 from lightning_qk.experiment_arms import SweepError, expand_forks, expand_grid, grid_keys, pick_references
 from lightning_qk.fork import Fork
-from lightning_qk.overlays import find_config
+from lightning_qk.overlays import find_config, refuse_duplicates
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -264,6 +264,7 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
 
 
 def _parsed(args: list[str], parser: ArgumentParser) -> Namespace:
+    refuse_duplicates(args)
     try:
         options = parser.parse_args(args)
     except ArgumentError as error:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,43 @@ def read_mapping(file: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, OSError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def refuse_duplicates(args: Sequence[str]) -> None:
+    """Sees to it that no configuration file gives a key twice, of which YAML's reader keeps the last without a word.
+
+    A key that is also in what ``<<`` merges is not given twice: that is what merging is for.
+
+    Raises:
+        ValueError: a key is given twice; the message names the file, the key and the lines.
+    """
+    for file in files_of(args):
+        try:
+            root = yaml.compose(Path(file).read_text(encoding="utf-8"), LOADER)
+        except (yaml.YAMLError, UnicodeDecodeError, OSError):  # the parser will tell
+            continue
+        if twice := next(_duplicates(root, "", set()), None):
+            key, first, second = twice
+            raise ValueError(f"{file}: {key} is given twice, in lines {first} and {second}. Keep one of them.")
+
+
+def _duplicates(node: yaml.Node | None, path: str, seen: set[int]) -> Iterator[tuple[str, int, int]]:
+    """Dotted keys that a mapping below ``node`` has twice, and the lines of both."""
+    if node is None or id(node) in seen:  # an alias is the node that it names, which may be around it
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for one in node.value:
+            yield from _duplicates(one, path, seen)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            name = f"{path}.{key.value}" if path else str(key.value)
+            line = key.start_mark.line + 1
+            if name in lines:
+                yield name, lines[name], line
+            lines[name] = line
+            yield from _duplicates(value, name, seen)
 
 
 def has_key(content: Any, key: str) -> bool:
