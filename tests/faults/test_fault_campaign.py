@@ -17,7 +17,7 @@ from lightning_qk.verdict import read_verdict
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize(("kills", "runs"), [(4, 1), pytest.param(200, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "runs"), [(2, 1), pytest.param(200, 20, marks=pytest.mark.slow)])
 def test_killed_runs_end_as_their_twins(tmp_path: Path, kills: int, runs: int) -> None:
     command = [sys.executable, str(HERE / "fault_campaign.py"), "--kills", str(kills), "--runs", str(runs)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "PYTHONPATH": str(HERE.parents[1])}
