@@ -26,7 +26,7 @@ class LastBinMonitor(EarlyWarning):
     """Reads the fractions of elements in the last bin and beyond it, every ``every_n_steps`` optimizer steps.
 
     ``last_bin_weights`` is of the weights of the route, in blocks along their inputs; ``last_bin_gains`` of all
-    LayerNorm gains; ``last_bin_activations`` of what those layers are given in training passes on this rank, in blocks
+    LayerNorm gains; ``last_bin_activations`` of what those layers are given in training passes on all ranks, in blocks
     along the last axis, over the micro-batches of the step; all rounded to bfloat16 first. ``overflow_weights`` and so
     on are the parts of them that saturate. Weights and gains are read after the step, activations are those of its
     forward passes; see :mod:`kernels.mx_saturation` for the definitions. The clustered gains of arXiv 2506.20752 show
@@ -130,7 +130,7 @@ class LastBinMonitor(EarlyWarning):
             "gains": {
                 name: self._count("gains", full(one.weight)) for name, one in norms.items() if one.weight is not None
             },
-            "activations": self._activations,
+            "activations": self._over_ranks(trainer),
         }
         self._activations = {}
         readings: dict[str, float] = {}
@@ -144,6 +144,20 @@ class LastBinMonitor(EarlyWarning):
                 one_by_one = {f"last_bin/{name}{suffix}": float(c.last_bin) / c.elements for name, c in found.items()}
                 self.write(trainer, one_by_one)
         return readings
+
+    def _over_ranks(self, trainer: Trainer) -> dict[str, Saturation]:
+        """The counts of activations, of which every rank has seen its own."""
+        if not self._activations:
+            return {}
+        own = [
+            torch.stack([one.last_bin, one.overflow, one.overflow.new_tensor(one.elements)])
+            for one in self._activations.values()
+        ]
+        total = trainer.strategy.reduce(torch.stack(own), reduce_op="sum")
+        return {
+            name: Saturation(last, over, int(elements))
+            for name, (last, over, elements) in zip(self._activations, total, strict=True)
+        }
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Literal
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import widened_bf16_products
+from kernels import has_bf16_products, widened_bf16_products
 from kernels.bf16_products import _PRODUCTS
 from lightning_qk.precision import fault
 
@@ -76,6 +77,37 @@ def test_it_is_over_when_it_is_over_and_nests() -> None:
         assert python_kernels()
         torch.mm(a, a)
     assert not python_kernels()
+
+
+@pytest.mark.parametrize(
+    ("machine", "onednn", "its_bf16", "avx512_bf16", "amx", "expected"),
+    [
+        pytest.param("x86_64", True, True, False, False, False, id="AVX-512 alone, where oneDNN emulates"),
+        pytest.param("AMD64", True, True, False, False, False, id="the same on Windows"),
+        pytest.param("x86_64", True, True, True, False, True, id="AVX512_BF16"),
+        pytest.param("AMD64", True, True, True, False, True, id="AVX512_BF16 on Windows"),
+        pytest.param("x86_64", True, True, False, True, True, id="AMX"),
+        pytest.param("aarch64", True, True, False, False, True, id="other machine, where oneDNN knows"),
+        pytest.param("aarch64", True, False, False, False, False, id="other machine without bfloat16"),
+        pytest.param("x86_64", True, False, True, True, False, id="oneDNN does not use it"),
+        pytest.param("x86_64", False, True, True, True, False, id="no oneDNN"),
+    ],
+)
+def test_a_cpu_has_products_where_it_has_instructions_and_onednn_uses_them(
+    monkeypatch: pytest.MonkeyPatch,
+    machine: str,
+    onednn: bool,
+    its_bf16: bool,
+    avx512_bf16: bool,
+    amx: bool,
+    expected: bool,
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: its_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert has_bf16_products() is expected
 
 
 @pytest.mark.parametrize(("base", "native"), [("bf16", False), ("bf16", True), ("fp32", False)])

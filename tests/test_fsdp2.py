@@ -17,19 +17,27 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from ranks import Case, ddp, fsdp, on_two_ranks, run
 from runs import callback, finish, outcome, run_args, run_dir, start, write_tokens
+from test_callbacks_step_profile import Kept
 from tiny import assert_same, fault, module
 from torch import Tensor
 
 from callbacks import (
     BiasMonitor,
     CollapseStop,
+    ComputeAccount,
     DirectionProbe,
+    DivergenceStop,
     ErrorShaping,
+    GradientDriftMonitor,
+    LastBinMonitor,
+    MomentumSigns,
+    OperandAttribution,
     PrecisionSwitch,
     QKGuard,
     RandomState,
     RouteSplice,
     SpectralMonitor,
+    StepProfile,
 )
 from lightning_qk.precision import FaultPrecision, GradientFault, MXGradient, MXTraining
 
@@ -47,12 +55,30 @@ def mx(route: str = "mlp", **settings: Any) -> FaultPrecision:
     return MXGradient(**{"route": route, "block": 8, "base": "fp32", **settings})
 
 
+def mx_training(**settings: Any) -> FaultPrecision:
+    """Only rounds whole blocks, of one rank's rows or of its tokens: what one process rounds."""
+    exact = dict.fromkeys(("vector", "ln_affine", "activation"), "fp32")
+    return MXTraining("mxfp8_e4m3", head=True, base="fp32", **{**exact, **settings})
+
+
 def case(*make: Any, plugin: Any = fault, **rest: Any) -> Case:
     return Case(lambda: [one() for one in make], plugin, **{"settings": NO_CLIP, **rest})
 
 
 def bias(route: str = "qk") -> BiasMonitor:
     return BiasMonitor(route, window=2, every_n_steps=1)
+
+
+class Throughput(Callback):
+    """The tokens of a step in StepProfile's readings, whose seconds differ from rank to rank."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.kept = Kept()
+        trainer.loggers = [self.kept]
+
+    def verdict_fields(self) -> dict[str, list[int]]:
+        readings = [values for _, values in self.kept.readings]
+        return {"tokens": [round(values["speed/tokens_per_s"] * values["time/step"]) for values in readings]}
 
 
 CASES = {
@@ -74,11 +100,22 @@ CASES = {
     },
     "bias of an attention fault": case(bias),
     "bias of a gradient fault": case(partial(bias, "all"), plugin=partial(mx, "all")),
-    "watchers": case(partial(SpectralMonitor, 1), partial(QKGuard, 1e-2), partial(CollapseStop, window=2)),
+    "watchers": case(
+        *(partial(SpectralMonitor, 1), partial(QKGuard, 1e-2), partial(CollapseStop, window=2)),
+        *(partial(DivergenceStop, window=1), ComputeAccount, partial(StepProfile, 1), Throughput),
+    ),
+    "MX training": case(plugin=mx_training, fields={"bias": True, "tied": False}),
+    "MX readings and a switch": case(
+        partial(OperandAttribution, "all", every_n_steps=1),
+        partial(LastBinMonitor, "all", True, every_n_steps=1, thresholds={"overflow_activations": 1e-3}, patience=2),
+        partial(PrecisionSwitch, ["bf16_activations"], warning="overflow_activations"),
+        plugin=mx_training,
+    ),
+    **{f"{mode} momentum": case(partial(MomentumSigns, mode, seed=0)) for mode in ("reversed", "random")},
     "SGD": case(arguments={"optimizer": "sgd", "lr": 0.3}),
 }
 SHARDED_ONLY = {  # one process draws other masks, and rounds to bfloat16 what it sums in another order
-    "MX training": case(
+    "MX training in bfloat16": case(
         partial(PrecisionSwitch, ["bf16_activations"], 2),
         plugin=partial(MXTraining, "mxfp8_e4m3", head=True, rounding="sr", base="fp32"),
         fields={"bias": True, "tied": False},
@@ -87,6 +124,7 @@ SHARDED_ONLY = {  # one process draws other masks, and rounds to bfloat16 what i
     "sigma-reparametrised": case(bias, fields={"sigma_reparam": True, "bias": True}),
 }
 REORDERED = {
+    "drift": case(partial(GradientDriftMonitor, window=1, every_n_steps=1), arguments={"optimizer": "sgd", "lr": 3.0}),
     "accumulation": case(RouteSplice, bias, settings={**NO_CLIP, "accumulate_grad_batches": 2}),
     "clipping": case(RouteSplice, arguments={"optimizer": "sgd", "lr": 3.0}, settings={"gradient_clip_val": 0.05}),
 }
@@ -104,7 +142,8 @@ class Climb(Callback):
 
 EVERYTHING = case(
     *(RouteSplice, partial(DirectionProbe, "on_target"), bias, partial(SpectralMonitor, 1)),
-    *(partial(QKGuard, 0.029), Climb, partial(CollapseStop, window=1, stop=False)),
+    *(partial(QKGuard, 0.029), Climb, partial(CollapseStop, window=1, stop=False), partial(DivergenceStop, 1.0, 1)),
+    *(partial(GradientDriftMonitor, 1, 1), ComputeAccount, partial(StepProfile, 1)),
     plugin=partial(fault, gradient=GradientFault("mlp", block=8)),
     arguments={"activation_checkpointing": True, "optimizer": "sgd", "lr": 0.3},
     settings={**NO_CLIP, "accumulate_grad_batches": 2, "max_steps": 4},
@@ -186,6 +225,7 @@ def test_everything_at_once_is_the_same_however_it_is_spread(tmp_path: Path) -> 
     for ranks in runs(tmp_path, EVERYTHING, (ddp, fsdp)).values():
         assert_one_process(tmp_path, EVERYTHING, ranks)
         guard, judge = (ranks[0]["fields"][name] for name in ("QKGuard", "CollapseStop"))
+        assert ranks[0]["fields"]["DivergenceStop"]["divergence_step"] == 3
         assert guard["guard_step"] == 2 and (judge["status"], judge["collapse_step"]) == ("collapsed", 3)
 
 
@@ -203,9 +243,11 @@ def test_muon_in_shards_is_one_process_up_to_its_bfloat16(tmp_path: Path) -> Non
             assert moved > 0.05 and (rank["weights"][name] - single["weights"][name]).norm() < 0.2 * moved, name
 
 
-def test_the_guard_fires_on_both_ranks_though_one_alone_is_over(tmp_path: Path) -> None:
+def test_guard_and_switch_act_on_both_ranks_though_one_alone_is_over(tmp_path: Path) -> None:
     def guarded(threshold: float) -> tuple[Any, Any]:
-        one = case(partial(QKGuard, threshold, trigger="max_logit"), settings={**NO_CLIP, "max_steps": 6})
+        over: dict[str, Any] = {"threshold": threshold, "trigger": "max_logit"}
+        make = partial(PrecisionSwitch, ["none"], **over), partial(QKGuard, **over)
+        one = case(*make, plugin=mx_training, settings={**NO_CLIP, "max_steps": 6})
         return runs(tmp_path, one, (fsdp,))["fsdp"]
 
     pairs = list(zip(*(rank["logits"] for rank in guarded(1e9)), strict=True))
@@ -214,6 +256,7 @@ def test_the_guard_fires_on_both_ranks_though_one_alone_is_over(tmp_path: Path) 
     threshold = (max(pairs[step]) + max(before[step], min(pairs[step]))) / 2
     for rank in guarded(threshold):
         fields = rank["fields"]["QKGuard"]
+        assert rank["fields"]["PrecisionSwitch"]["precision_switch_step"] == step + 1
         assert fields["guard_step"] == step + 1 and fields["guard_logit"] == pytest.approx(max(pairs[step]))
         assert all(on.all() for name, on in rank["weights"].items() if name.endswith(".qk_norm"))
 

@@ -6,8 +6,10 @@ Every attempt is a process (see attempts.py). SIGKILL and SIGTERM come at moment
 of the run, at those of checkpoints, at those of the verdict, or a while after them. Some attempts find the newest
 checkpoint cut short or with a bit flipped, some run under a clock that jumps, and some, between the kills, on a full
 disk (no file may grow beyond a size, RLIMIT_FSIZE) or without memory (RLIMIT_AS). After each, every file of the run
-must be whole and every checksum right; in the end verdict, scalars, configuration and weights must be the twin's.
-Otherwise it says what was wrong and its exit status is 1.
+must be whole and every checksum right. Some, between the kills, are mistakes, with another learning rate than the
+checkpoint's: they must be refused (exit status 2), and every file must stay as it was, byte for byte. In the end
+verdict, scalars, configuration and weights must be the twin's. Otherwise it says what was wrong and its exit status
+is 1.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from lightning_qk.checkpoints import is_whole
 from lightning_qk.executors.attempt import is_done
 from lightning_qk.verdict import read_verdict
 
-STEPS = 40
+STEPS = 42  # neither saved nor validated: what a kill after the last checkpoint takes must come again
+MISTAKE = "--model.lr=0.02"
 TERMINATED = 128 + signal.SIGTERM
 DAY = 86400.0
 WATCH = callback("SpectralMonitor", every_n_steps=2)
@@ -122,6 +125,8 @@ class Campaign:
                 self._damage(directory)
             if not done and self.draw.random() < 0.15:
                 self._attempt(args, directory, self._short_of_something(directory), twin)
+            if any(map(is_whole, directory.glob("checkpoints/*.ckpt"))) and self.draw.random() < 0.2:
+                self._mistake(args, directory)
             fault = self._of_the_finished() if done else self._kill(left, kills, twin.ending)
             left -= self._attempt(args, directory, fault, twin)
         if not is_done(directory):
@@ -174,6 +179,20 @@ class Campaign:
             data[self.draw.randrange(len(data))] ^= 1 << self.draw.randrange(8)
         path.write_bytes(data)
         self._damaged[path] = digest(path)
+
+    def _mistake(self, args: list[str], directory: Path) -> None:
+        """Resumes with another learning rate, which must be refused and change nothing."""
+        before, log = digests(directory), self.root / "log.txt"
+        log.unlink(missing_ok=True)
+        ending = attempt([*args, MISTAKE], directory, log)
+        self.attempts += 1
+        self.faults["mistaken resumes"] += 1
+        where = f"{directory.parent.name}/{directory.name}, attempt {self.attempts} ({MISTAKE}, {ending})"
+        if ending.code != 2:
+            self._problem("other", f"{where}: not refused", log)
+        after = digests(directory)
+        if touched := [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]:
+            self._problem("changed", f"{where}: {', '.join(touched)}", log)
 
     def _attempt(self, args: list[str], directory: Path, fault: Fault, twin: Twin) -> bool:
         """Makes an attempt and looks at what it leaves; whether it was killed."""
@@ -283,6 +302,12 @@ def texts(directory: Path) -> dict[str, Any]:
             content.get("run", {}).pop("root", None)
         found[path.name] = content
     return found
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """Of all files, less what a killed process left half written, which any attempt may clear away."""
+    files = [path for path in directory.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    return {str(path.relative_to(directory)): digest(path) for path in files}
 
 
 def digest(path: Path) -> str:
