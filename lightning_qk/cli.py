@@ -189,10 +189,10 @@ class QKCLI(LightningCLI):
                 raise FileNotFoundError(f"--ckpt_path last: {run_dir} is finished and has no checkpoint to go on from.")
             if first and options.ckpt_path is None:
                 print(f"--ckpt_path last: {run_dir} has no checkpoint to go on from; starting at its beginning.")
-            elif first:
-                print(f"going on from step {global_step(options.ckpt_path)}: {options.ckpt_path}")
         if options.ckpt_path is not None:
             self._refuse_other_configuration(Path(options.ckpt_path))
+            if first:
+                print(f"going on from step {global_step(options.ckpt_path)}: {options.ckpt_path}")
 
     def _refuse_used(self, verdict: dict[str, Any] | None) -> None:
         run_dir = self.resolved.run_dir

@@ -25,6 +25,7 @@ _UNEXPECTED = re.compile(r"Unexpected keys: \{'([^']+)'")
 _NO_OPTION = re.compile(r"(?:Subcommand '\w+'|Group '([\w.]+)') does not accept option '([\w.+]+)'")
 _EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value: (.*))?$")
 _GIVEN = re.compile(r"Given value: (?:NestedArg\(key='[^']*', val=(.*)\)|(.*))$", re.MULTILINE)
+_NESTED = re.compile(r"NestedArg\(key='([^']*)'")
 _NOT_FINITE = re.compile(r"[-+]?(nan|inf|infinity)", re.IGNORECASE)
 _PARSERS = re.compile(f"{_KEY.pattern}|{_CLASS.pattern}|{_NOT_ACCEPTED.pattern}|Does not validate against")
 _OTHER_TYPE = re.compile(r"Expected a <class '(NoneType|list|dict)'>")  # of a union, mostly: what fits least
@@ -160,6 +161,8 @@ def _reworded(reason: str, labels: Sequence[str], message: str) -> str:
             return f"expected a finite number, got {given}."
         wanted = re.sub(r"<class '([\w.]+)'>", r"\1", found[1])
         wanted = re.sub(r"typing\.Literal\[(.*)\]", r"one of \1", wanted).replace("NoneType", "null")
+        if nested := _NESTED.match(str(given)):
+            return f"has no key {nested[1]!r}; it is {wanted}."
         return f"expected {wanted}, got {given}."
     return reason
 

@@ -49,6 +49,7 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["--model.lr=-inf"], "model.lr: expected a finite number, got -inf"),
     (["--model.lr", ".inf"], "model: GPTModule: lr=inf must be positive and finite"),
     (["--model.optimizer", "adam"], "model.optimizer: expected one of 'adamw', 'sgd', 'muon', got adam"),
+    (["--model.optimizer.lr", "1"], "model.optimizer: has no key 'lr'; it is one of 'adamw', 'sgd', 'muon'"),
     (["--model.overrides", "{width: 3}"], "model.overrides.width does not exist; it takes n_layers"),
     (["--model.overrides.n_heads=3"], "model.overrides.d_model=16 must be a multiple of n_heads=3"),
     (["--model.overrides.vocab_size", "16"], "set model.overrides.vocab_size to at least 32"),
