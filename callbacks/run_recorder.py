@@ -13,11 +13,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_qk.verdict import (
-    DONE,
     SCHEMA,
     VERDICT_FILE,
     in_words,
-    read_verdict,
+    is_done,
     versions,
     write_json_atomic,
     write_sealed,
@@ -159,7 +158,7 @@ class RunRecorder(Callback):
 
     def _verdict(self, trainer: Trainer, error: str | None) -> None:
         directory = Path(trainer.default_root_dir)
-        if not trainer.is_global_zero or (not self._begun and _is_done(directory)):
+        if not trainer.is_global_zero or (not self._begun and is_done(directory)):
             return  # what fails before it goes on with a finished run takes nothing from it
         fields = _without_silence({**self._fields(trainer), "val_loss": self._val_loss}, trainer.global_step)
         verdict = {
@@ -184,14 +183,9 @@ class RunRecorder(Callback):
         print(f"{in_words(verdict)}: {directory}")
 
 
-def _is_done(directory: Path) -> bool:
-    verdict = read_verdict(directory)
-    return verdict is not None and verdict["status"] in DONE
-
-
 def _drop_failure(directory: Path) -> None:
     """The verdict of a failure that is being made up for; a kill from now on is no failure."""
-    if not _is_done(directory):
+    if not is_done(directory):
         (directory / VERDICT_FILE).unlink(missing_ok=True)
 
 

@@ -42,7 +42,7 @@ from typing import Protocol
 from jsonargparse import Namespace
 
 from lightning_qk.complaints import complain
-from lightning_qk.executors.attempt import is_done, is_resumable
+from lightning_qk.executors.attempt import is_resumable
 from lightning_qk.executors.executor import Executor
 from lightning_qk.executors.interrupts import Interrupts
 from lightning_qk.executors.job_queue import JobQueue
@@ -52,7 +52,7 @@ from lightning_qk.experiment import Experiment, Run, SweepError, parse_sweep
 from lightning_qk.manifest import Manifest
 from lightning_qk.sweep_display import Display
 from lightning_qk.sweep_status import show_status
-from lightning_qk.verdict import DONE, read_verdict
+from lightning_qk.verdict import DONE, is_done, read_verdict
 
 
 class Resolved(Protocol):

@@ -99,6 +99,12 @@ def read_verdict(run_dir: Path | str) -> dict[str, Any] | None:
     return decoded
 
 
+def is_done(run_dir: Path | str) -> bool:
+    """Whether the run has its verdict; a failed one has none that counts."""
+    verdict = read_verdict(run_dir)
+    return verdict is not None and verdict["status"] in DONE
+
+
 def in_words(verdict: Mapping[str, Any]) -> str:
     """How a run ended: ``collapsed at step 321 of 900, final loss 3.27, min loss 1.94, ..., 41 s``."""
     status, last = verdict["status"], verdict["max_steps"]

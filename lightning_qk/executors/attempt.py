@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lightning_qk.verdict import DONE, read_verdict, write_json_atomic
+from lightning_qk.verdict import DONE, is_done, read_verdict, write_json_atomic
 
 POLL_S, GRACE_S = 0.1, 10.0
 BEAT_S, STALE_S = 5.0, 60.0  # a running attempt touches its file; one that no longer does was killed
@@ -127,12 +127,6 @@ def judge(path: Path, code: int) -> tuple[Mapping[str, Any] | None, str | None]:
 
 def _exit_problem(code: int) -> str | None:
     return None if code == 0 else f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-
-
-def is_done(path: Path) -> bool:
-    """Whether the run has its verdict; a failed one has none that counts."""
-    verdict = read_verdict(path)
-    return verdict is not None and verdict["status"] in DONE
 
 
 def read_attempt(path: Path) -> dict[str, Any]:
