@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
+import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -89,18 +92,34 @@ def fsdp(save_distributed_checkpoint: bool = True) -> Strategy:
     return ModelParallelStrategy(2, 1, save_distributed_checkpoint, process_group_backend="gloo")
 
 
+# A fork of pytest's process, with the threads of all tests before, crashed once in CI: ranks are forked from a process
+# that has imported what they need and has done nothing else.
+multiprocessing.set_forkserver_preload(["lightning_qk.module", "callbacks", "torch.distributed.fsdp", "pytest"])
+
+
 def on_two_ranks(root: Path, work: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[Any, Any]]:
-    """What every piece of work returned on rank 0 and on rank 1, in two forked processes.
+    """What every piece of work returned on rank 0 and on rank 1, in two processes.
 
     Lightning takes the processes for ones that a job scheduler has started; all work is done by the same two.
+
+    Raises:
+        RuntimeError: a rank crashed; with the stack of where.
     """
-    arguments = (find_free_network_port(), str(root), work)
-    torch.multiprocessing.start_processes(_rank, arguments, nprocs=2, start_method="fork")
+    root.mkdir(parents=True, exist_ok=True)
+    arguments = (find_free_network_port(), str(root), cloudpickle.dumps(dict(work)))
+    try:
+        torch.multiprocessing.start_processes(_rank, arguments, nprocs=2, start_method="forkserver")
+    except torch.multiprocessing.ProcessExitedException as error:
+        raise RuntimeError("".join(file.read_text() for file in root.glob("rank_?.stack"))) from error
     return {name: (torch.load(root / f"{name}_0.pt"), torch.load(root / f"{name}_1.pt")) for name in work}
 
 
-def _rank(rank: int, port: int, root: str, work: Mapping[str, Callable[[], Any]]) -> None:
+def _rank(rank: int, port: int, root: str, work: bytes) -> None:
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    for name, piece in work.items():
-        torch.save(piece(), f"{root}/{name}_{rank}.pt")
-    torch.distributed.destroy_process_group()
+    torch.set_num_threads(1)
+    with open(f"{root}/rank_{rank}.stack", "w") as stack:
+        faulthandler.enable(stack)
+        for name, piece in cloudpickle.loads(work).items():
+            torch.save(piece(), f"{root}/{name}_{rank}.pt")
+        torch.distributed.destroy_process_group()
+        faulthandler.disable()

@@ -59,7 +59,6 @@ def last(result: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("steps", [1, 3])
 def test_both_ranks_read_what_one_process_reads(tmp_path: Path, steps: int) -> None:
     work = {s.__name__: partial(lambda s: run(tmp_path / s.__name__, case(steps), s()), s) for s in (ddp, fsdp)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_two_ranks
 from tiny import gpt
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,10 +23,7 @@ from callbacks.guard_triggers import SigmaQ
 from lightning_qk.module import full
 from lightning_qk.routes import attention_sites
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-]
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 ACTIONS: dict[str, Any] = {
     "qk_clip": lambda: QKClip(tau=1e-3),
     "tighter_clip": lambda: TighterClip(0.01),
@@ -60,20 +59,14 @@ def outcome(action: GuardAction, shard: bool) -> dict[str, Any]:
     return {"sigma": sigma, **{name: full(p.detach()) for name, p in model.named_parameters()}}
 
 
-def work(rank: int, port: int, root: str, name: str) -> None:
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    whole, sharded = (outcome(ACTIONS[name](), shard) for shard in (False, True))
-    if rank == 0:
-        torch.save((whole, sharded), f"{root}/outcomes.pt")
-    dist.destroy_process_group()
+def on_this_rank(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
+    return outcome(ACTIONS[name](), shard=False), outcome(ACTIONS[name](), shard=True)
 
 
 @pytest.mark.parametrize("name", ACTIONS)
 def test_sharded_parameters_are_acted_on_as_whole_ones(tmp_path: Path, name: str) -> None:
-    port = 20_000 + os.getpid() % 20_000 + list(ACTIONS).index(name)
-    torch.multiprocessing.start_processes(work, (port, str(tmp_path), name), nprocs=2, start_method="fork")
-    whole, sharded = torch.load(tmp_path / "outcomes.pt")
+    whole, sharded = on_two_ranks(tmp_path, {"outcomes": partial(on_this_rank, name)})["outcomes"][0]
     plain = outcome(GuardAction(), shard=False)
     assert any(not torch.allclose(plain[key], value, rtol=1e-3) for key, value in whole.items())
     for key in (key for key in whole if "k_proj.bias" not in key):  # whose gradient is 0: Adam makes noise of it

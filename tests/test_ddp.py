@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from ranks import ddp, on_two_ranks
 from runs import callback, finish, outcome, run_args, run_dir, start, write_tokens
 from tiny import assert_same, data, fault, fit, gradients, module, weights
 
@@ -17,17 +17,15 @@ from callbacks import CollapseStop, QKGuard, RandomState, RouteSplice, RunRecord
 from lightning_qk.routes import attention_sites
 from lightning_qk.verdict import read_verdict
 
-pytestmark = [
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-]
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
 
 class Report(Callback):
-    """Writes what one rank saw where the test can read it: the processes of a strategy return nothing."""
+    """What one rank saw."""
 
-    def __init__(self, root: Path, guard: QKGuard | None = None) -> None:
-        self.root, self.guard = root, guard
+    def __init__(self, guard: QKGuard | None = None) -> None:
+        self.guard = guard
+        self.result: dict[str, Any] = {}
         self.logits: list[float] = []
         self.losses: list[float] = []
         self.gradients: list[dict[str, torch.Tensor]] = []
@@ -43,40 +41,31 @@ class Report(Callback):
         self.logits.append(max(float(site.core.max_logit_H.max()) for site in attention_sites(pl_module)))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
-        torch.save(
-            {
-                "weights": weights(pl_module),
-                "gradients": self.gradients,
-                "losses": self.losses,
-                "logits": self.logits,
-                "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
-                "guard": None if self.guard is None else self.guard.state_dict(),
-                "on": [site.qk_norm_on for site in attention_sites(pl_module)],
-            },
-            self.root / f"rank_{trainer.global_rank}.pt",
-        )
+        self.result = {
+            "weights": weights(pl_module),
+            "gradients": self.gradients,
+            "losses": self.losses,
+            "logits": self.logits,
+            "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "guard": None if self.guard is None else self.guard.state_dict(),
+            "on": [site.qk_norm_on for site in attention_sites(pl_module)],
+        }
 
 
-def two_ranks(root: Path, callbacks: list[Callback], guard: QKGuard | None = None, **settings: Any) -> list[Any]:
-    """Two forked ranks with half of the batch each: together they see what one process sees."""
-    strategy = DDPStrategy(start_method="fork", process_group_backend="gloo")
-    fit(
-        root,
-        [*callbacks, Report(root, guard)],
-        settings.pop("plugin", fault()),
-        datamodule=data(batch_size=4),
-        devices=2,
-        strategy=strategy,
-        **settings,
-    )
-    return [torch.load(root / f"rank_{rank}.pt") for rank in range(2)]
+def run(root: Path, callbacks: list[Callback], guard: QKGuard | None, batch_size: int, **settings: Any) -> Any:
+    report, plugin = Report(guard), settings.pop("plugin", fault())
+    fit(root, [*callbacks, report], plugin, datamodule=data(batch_size=batch_size), **settings)
+    return report.result
+
+
+def two_ranks(root: Path, callbacks: list[Callback], guard: QKGuard | None = None, **settings: Any) -> Any:
+    """Two ranks with half of the batch each: together they see what one process sees."""
+    rank = partial(run, root, callbacks, guard, 4, devices=2, strategy=ddp(), **settings)
+    return on_two_ranks(root, {"found": rank})["found"]
 
 
 def one_rank(root: Path, callbacks: list[Callback], guard: QKGuard | None = None, **settings: Any) -> Any:
-    plugin = settings.pop("plugin", fault())
-    fit(root, [*callbacks, Report(root, guard)], plugin, datamodule=data(batch_size=8), **settings)
-    return torch.load(root / "rank_0.pt")
+    return run(root, callbacks, guard, 8, **settings)
 
 
 def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], atol: float) -> None:

@@ -41,10 +41,7 @@ from callbacks import (
 )
 from lightning_qk.precision import FaultPrecision, GradientFault, MXGradient, MXTraining
 
-pytestmark = [
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-]
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 NO_CLIP = {"gradient_clip_val": None}
 # after three steps of Adam at 1e-2, which takes gradients near 0, where the last bits count, at full size
 WEIGHTS, GRADIENTS = 1e-4, 1e-6

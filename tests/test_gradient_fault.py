@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch import Callback
+from ranks import ddp, on_two_ranks
 from tiny import Recording, assert_same, data, fault, fit, gpt, module, weights
 from torch import Tensor
 
@@ -125,32 +126,17 @@ class TestSpliceTakesItBack:
     @pytest.mark.parametrize("accumulate", [1, 3])
     @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
     def test_on_two_ranks(self, tmp_path: Path, optimizer: str, accumulate: int) -> None:
-        class Keep(Callback):
-            def __init__(self, root: Path) -> None:
-                self.root = root
+        def run(callbacks: list[Callback], plugin: FaultPrecision) -> dict[str, Tensor]:
+            ranks: dict[str, Any] = dict(devices=2, strategy=ddp(), accumulate_grad_batches=accumulate)
+            model, batches = module(optimizer=optimizer), data(batch_size=4)
+            return weights(fit(tmp_path, callbacks, plugin, model, batches, max_steps=3, **ranks)[0])
 
-            def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-                self.root.mkdir(parents=True, exist_ok=True)
-                torch.save(weights(pl_module), self.root / f"rank_{trainer.global_rank}.pt")
-
-        for name, callbacks, plugin in (
-            ("spliced", [RouteSplice("mlp")], mx("mlp")), ("exact", [], clean()), ("faulty", [], mx("mlp"))
-        ):  # fmt: skip
-            fit(
-                tmp_path,
-                [*callbacks, Keep(tmp_path / name)],
-                plugin,
-                module(optimizer=optimizer),
-                datamodule=data(batch_size=4),
-                devices=2,
-                strategy=DDPStrategy(start_method="fork", process_group_backend="gloo"),
-                accumulate_grad_batches=accumulate,
-                max_steps=3,
-            )
-        for rank in range(2):
-            spliced, exact, faulty = (
-                torch.load(tmp_path / name / f"rank_{rank}.pt") for name in ("spliced", "exact", "faulty")
-            )
+        work = {
+            "spliced": partial(run, [RouteSplice("mlp")], mx("mlp")),
+            "exact": partial(run, [], clean()),
+            "faulty": partial(run, [], mx("mlp")),
+        }
+        for spliced, exact, faulty in zip(*on_two_ranks(tmp_path, work).values(), strict=True):
             assert_same(spliced, exact)
             assert not all(torch.equal(faulty[name], exact[name]) for name in exact)
 

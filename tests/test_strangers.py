@@ -187,7 +187,6 @@ def stopped_and_resumed(root: Path, limit: float, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_the_guard_of_a_llama_fires_on_both_ranks_and_survives_resume(tmp_path: Path) -> None:
     steps = 6
     work = {"plain": partial(of_this_rank, tmp_path, 1e9, steps, None)}
