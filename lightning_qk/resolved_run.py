@@ -73,7 +73,11 @@ def resume_hash(options: Namespace) -> str:
 
 def changes(options: Namespace, config_file: Path) -> list[str]:
     """What of that is not as in a run's configuration file, as ``model.lr=0.5 (there 0.01)``; sorted by key."""
-    there, here = (_flat(_bound(one)) for one in (yaml.safe_load(config_file.read_text()), _plain(options.as_dict())))
+    here = _flat(_bound(_plain(options.as_dict())))
+    try:
+        there = _flat(_bound(yaml.safe_load(config_file.read_text())))
+    except (yaml.YAMLError, UnicodeError, AttributeError, KeyError, TypeError):  # no YAML, or none of a run
+        return [f"{config_file} is damaged and does not say in what"]
     return [
         f"{key}={here.get(key)} (there {there.get(key)})"
         for key in sorted(there.keys() | here.keys())

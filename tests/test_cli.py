@@ -172,6 +172,16 @@ def test_a_resume_by_mistake_changes_nothing(
     assert verdict is not None and (verdict["status"], verdict["step"]) == ("completed", 9)
 
 
+@pytest.mark.parametrize("content", ["trainer: [", "", "7", "run: {}", "\0\0", "trainer: {callbacks: [1]}\nrun: {}\n"])
+def test_a_resume_by_mistake_beside_a_damaged_configuration(
+    content: str, root: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir(root) / "config.yaml").write_text(content)
+    args = ["fit", *run_args(root, tokens, MONITOR, callback("CollapseStop"), steps=9), "--ckpt_path", "last"]
+    message = failure([*args, "--model.lr=0.5"], capsys)
+    assert "another configuration" in message and "config.yaml is damaged" in message
+
+
 def test_a_finished_run_is_left_alone(root: Path, tokens: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(root)
     args = run_args(root, tokens, MONITOR, callback("CollapseStop"))
