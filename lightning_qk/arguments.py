@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def check_arguments(label: str, takes: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Checks names and types of keyword arguments; what values may be is for whoever takes them to say.
+    """Checks names and types of keyword arguments, and that numbers are finite; the rest is for whoever takes them.
 
     Args:
         label: the mapping's own key, for the message.
@@ -17,7 +18,7 @@ def check_arguments(label: str, takes: Callable[..., Any], given: Mapping[str, A
         given: the arguments.
 
     Raises:
-        ValueError: there is no such argument, or its value is of another type.
+        ValueError: there is no such argument, or its value is of another type or not finite.
     """
     parameters = inspect.signature(takes).parameters
     hints = get_type_hints(takes.__init__ if isinstance(takes, type) else takes)  # type: ignore[misc]
@@ -26,6 +27,8 @@ def check_arguments(label: str, takes: Callable[..., Any], given: Mapping[str, A
             raise ValueError(f"{label}.{key} does not exist; it takes {', '.join(parameters) or 'nothing'}.")
         if not _is_a(value, hints[key]):
             raise ValueError(f"{label}.{key}={value!r} must be of type {parameters[key].annotation}.")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{label}.{key}={value!r} must be finite.")
 
 
 def _is_a(value: Any, hint: Any) -> bool:

@@ -290,6 +290,8 @@ def test_logits_of_a_fired_run_never_exceed_sqrt_d_and_forget_the_scale_of_q_and
         ({"action": "qk_clip", "action_args": {"tua": 3}}, r"action_args.tua does not exist; it takes tau, alpha"),
         ({"action_args": {"tau": 3}}, r"action='qk_norm': action_args.tau does not exist; it takes nothing"),
         ({"action": "qk_clip", "action_args": {"tau": 0}}, r"action_args.tau=0"),
+        ({"action": "qk_clip", "action_args": {"tau": math.inf}}, r"action_args.tau=inf must be finite"),
+        ({"action": "zclip", "action_args": {"z": math.nan}}, r"action_args.z=nan must be finite"),
         ({"action": "qk_clip", "action_args": {"alpha": 2}}, r"alpha=2"),
         ({"action": "softcap", "action_args": {"cap": -1}}, r"action_args.cap=-1"),
         ({"action": "lr_cut", "action_args": {"factor": 1.5}}, r"action_args.factor=1.5"),
