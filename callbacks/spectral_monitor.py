@@ -21,15 +21,16 @@ from lightning_qk.strategies import refuse_strategy
 
 
 class SpectralMonitor(Callback):
-    """Logs ``sigma/q``, ``sigma/k`` and ``logit/max``, each as the maximum over layers and per layer.
+    """Logs ``sigma/q``, ``sigma/k``, ``logit/max``, each as the maximum over layers and per layer, and ``logit/peak``.
 
     ``sigma/q`` is the largest singular value of the query projection's weight after the step (healthy GPT-2 small:
     about 11; runaway: 237). ``logit/max`` is the largest scaled, signed, masked attention logit of that step's
-    micro-batches, as the attention core reports it, over all ranks. The first step at which one of the three is not
-    finite is warned of, and in the verdict as ``nonfinite_step``.
+    micro-batches, as the attention core reports it, over all ranks; ``logit/peak`` is the largest of all steps since
+    the reading before. The first reading with one that is not finite is warned of, and in the verdict as
+    ``nonfinite_step``; ``max_logit_peak`` there is the largest logit of all steps.
 
     Args:
-        every_n_steps: optimizer steps between two readings of the spectra.
+        every_n_steps: optimizer steps between two readings; logits are looked at in every step.
         per_layer: also log every layer (``sigma/q/layer_00``, ...).
         entropy: also log ``attention/entropy``, the mean entropy in nats of the attention rows of the step's last
             micro-batch on rank zero: the least over layers and heads (a collapsed head) and, per layer, over heads.
@@ -49,7 +50,8 @@ class SpectralMonitor(Callback):
         self._top = TopSingular(k=1)
         self._max_logit_L: Tensor | None = None
         self._last: dict[str, float] = {}
-        self._peak_logit = float("-inf")
+        self._unread_logit: Tensor | None = None  # the largest since the last reading
+        self._peak_logit = -math.inf
         self._nonfinite_step: int | None = None
 
     @override
@@ -76,31 +78,36 @@ class SpectralMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        stepped = self._clock.stepped(trainer)
-        step = trainer.global_step + (0 if stepped else 1)  # the step that this micro-batch belongs to
-        if step % self.every_n_steps and step != 1:
-            return
         sites = attention_sites(pl_module)
         logits_L = torch.stack([site.core.max_logit_H.amax() for site in sites]).float()
         self._max_logit_L = logits_L if self._max_logit_L is None else torch.maximum(self._max_logit_L, logits_L)
-        if not stepped:
+        if not self._clock.stepped(trainer):
             return
         if trainer.world_size > 1:
             torch.distributed.all_reduce(self._max_logit_L, op=torch.distributed.ReduceOp.MAX)
-        readings = {"logit/max": self._max_logit_L}
-        self._max_logit_L = None
+        logits_L, self._max_logit_L = self._max_logit_L, None
+        largest = logits_L.max() if self._unread_logit is None else torch.maximum(self._unread_logit, logits_L.max())
+        self._unread_logit = largest
+        if trainer.global_step % self.every_n_steps and trainer.global_step != 1:
+            return
+        readings = {"logit/max": logits_L}
         weights = [full(site.q_weight.detach()) for site in sites]
         rows = weights[0].shape[0]
         for key in (full(site.k_weight.detach()) for site in sites):
             weights.append(F.pad(key, (0, 0, 0, rows - key.shape[0])))  # grouped keys: zeros change no singular value
         readings["sigma/q"], readings["sigma/k"] = self._top(torch.stack(weights)).s[:, 0].chunk(2)
         self._last = {name: float(values_L.max()) for name, values_L in readings.items()}  # NaN propagates
-        if not self._last["logit/max"] <= self._peak_logit:  # NaN becomes the peak and stays it
-            self._peak_logit = self._last["logit/max"]
+        self._last["logit/peak"] = float(largest)
+        self._peak_logit, self._unread_logit = self._peak(), None
         if self._nonfinite_step is None and not all(map(math.isfinite, self._last.values())):
             self._nonfinite_step = trainer.global_step
             rank_zero_warn(f"SpectralMonitor: not finite at step {trainer.global_step}: {self._last}.")
         self._log(trainer, pl_module, readings, sites)
+
+    def _peak(self) -> float:
+        """The largest logit so far; NaN becomes it and stays it."""
+        unread = -math.inf if self._unread_logit is None else float(self._unread_logit)
+        return self._peak_logit if unread <= self._peak_logit or math.isnan(self._peak_logit) else unread
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, readings: dict[str, Tensor], sites: list[Any]) -> None:
         pl_module.log_dict(self._last, logger=False)
@@ -124,7 +131,7 @@ class SpectralMonitor(Callback):
             "sigma_q": self._last.get("sigma/q"),
             "sigma_k": self._last.get("sigma/k"),
             "max_logit": self._last.get("logit/max"),
-            "max_logit_peak": self._peak_logit if self._last else None,
+            "max_logit_peak": self._peak() if self._last else None,
             **({} if self._nonfinite_step is None else {"nonfinite_step": self._nonfinite_step}),
         }
 
@@ -133,6 +140,7 @@ class SpectralMonitor(Callback):
         return {
             "last": dict(self._last),
             "peak_logit": self._peak_logit,
+            "unread_logit": self._unread_logit,
             "nonfinite_step": self._nonfinite_step,
             "trial_NnB": self._top.trial_NnB,
         }
@@ -140,5 +148,6 @@ class SpectralMonitor(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._last, self._peak_logit = dict(state_dict["last"]), state_dict["peak_logit"]
+        self._unread_logit = state_dict.get("unread_logit")
         self._nonfinite_step = state_dict.get("nonfinite_step")
         self._top.trial_NnB = state_dict["trial_NnB"]

@@ -92,7 +92,7 @@ def alarm_row(arm: Arm, reading: str, seen: Sequence[Seen]) -> dict[str, str]:
     In runs that collapsed an alarm is a warning if it came before; in the others it is a false one.
     """
     alarms = [(run, step) for run, _, step in seen if step is not None]
-    leads = [run.end - step for run, step in alarms if run.collapsed]
+    leads = [lead for run, step in alarms if run.collapsed and (lead := run.end - step) > 0]
     collapsed = sum(run.collapsed for run, _, _ in seen)
     return {
         "arm": arm.name,
@@ -100,7 +100,7 @@ def alarm_row(arm: Arm, reading: str, seen: Sequence[Seen]) -> dict[str, str]:
         "threshold": spread([threshold for _, threshold, _ in seen], statistics.median),
         "alarms": f"{len(alarms)}/{len(seen)}",
         "alarm step": spread([step for _, step in alarms], statistics.median),
-        "warned of collapses": f"{sum(lead > 0 for lead in leads)}/{collapsed}" if collapsed else "-",
+        "warned of collapses": f"{len(leads)}/{collapsed}" if collapsed else "-",
         "steps ahead": spread(leads, statistics.median),
         "false alarms": f"{sum(not run.collapsed for run, _ in alarms)}/{len(seen) - collapsed}",
     }
@@ -123,7 +123,8 @@ def alarm_tables(arms: Sequence[Arm], twins: Mapping[str, Arm], scalars: Scalars
         Table(
             "Early warnings, thresholds of the monitors",
             given,
-            "Steps ahead: from the alarm to the collapse. Alarms of runs that did not collapse are false ones.",
+            "Steps ahead: from an alarm that came before the collapse to it. Alarms of runs that did not collapse are "
+            "false ones.",
         ),
         Table(
             "Early warnings, thresholds of the healthy twin",

@@ -67,7 +67,7 @@ def judge(run: Run, excess: Series, rule: Rule) -> Judgement:
     if found is not None:
         return Judgement(True, found + 1)  # what follows optimizer step s is logged at s - 1
     if run.state == "nonfinite":
-        return Judgement(True, run.end)
+        return Judgement(True, run.number("nonfinite_step") or run.number("step"))  # its own rule's step is no other's
     return Judgement(None if run.collapsed and run.ended_early else False)
 
 

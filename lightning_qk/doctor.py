@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from argparse import ArgumentError
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -74,7 +75,7 @@ def main(args: list[str] | None = None) -> int:
     try:
         device = parser.parse_args(args).device
     except ArgumentError as error:
-        return complain(error, args or [])
+        return complain(error, sys.argv[1:] if args is None else args)
     for title, rows in (("versions", versions()), ("machine", machine()), (f"on {device}", backends(device))):
         print(title)
         for name, value in rows:

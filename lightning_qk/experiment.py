@@ -88,6 +88,7 @@ class Experiment:
     reference: str | None = None
     bases: Mapping[str, str] = field(default_factory=dict)  # arms of a grid, to the arm of the YAML that they are of
     twins: Mapping[str, str] = field(default_factory=dict)  # arms to their healthy twins, where not all have one
+    against: Mapping[str, str] = field(default_factory=dict)  # arms to the second arm that they are compared with
     points: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # arms of a grid, to its values there
     extrapolate: Mapping[str, Any] | None = None  # what the report fits collapse steps against
     scaling_law: bool = False  # whether the report fits one to every arm
@@ -192,6 +193,12 @@ def sweep_parser(description: str) -> ArgumentParser:
         help="the arm to compare the others with, or {arm: its healthy twin}; an arm may be a pattern such as 'mx_*'",
     )
     parser.add_argument(
+        "--report.against",
+        type=str | dict[str, str] | None,
+        default=None,
+        help="a second arm to compare them with, such as the fault, or {arm or pattern: the second arm}",
+    )
+    parser.add_argument(
         "--report.extrapolate",
         type=ExtrapolationOptions | None,
         default=None,
@@ -240,8 +247,11 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
     for arm, fork in forks.items():  # the other arm, with more files on top
         arms[arm] = [*_listed(arms[fork.arm]), *_listed(stated["arms"][forked[arm]])]
         arm_overrides[arm] = arm_overrides[fork.arm]
-    keys, reference = grid_keys(options.grid), options.report.reference
-    twins = pick_references(reference, list(options.arms), bases, bool(options.grid))
+    keys, reference, against = grid_keys(options.grid), options.report.reference, options.report.against
+    named, of_grid = [*options.arms, *forks], (bases | {fork: fork for fork in forks}, bool(options.grid))
+    twins = pick_references("report.reference", reference, named, *of_grid)
+    if isinstance(against, str):
+        against = {"*": against}
     experiment = Experiment(
         name=options.name + suffix,
         base=_paths(here, options.base) + _paths(here, size.get("base", [])),
@@ -252,6 +262,7 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
         reference=None if twins or isinstance(reference, dict) else reference,
         bases=bases | forked,
         twins=twins,
+        against=pick_references("report.against", against, named, *of_grid),
         points={arm: {k: v for k, v in arm_overrides[arm].items() if k in keys} for arm in bases if keys},
         extrapolate=_extrapolation(options.report.extrapolate, options.grid),
         forks=forks,
@@ -271,8 +282,8 @@ def _parsed(args: list[str], parser: ArgumentParser) -> Namespace:
         raise SweepError(explain(str(error), args, {action.dest for action in parser._actions})) from error
     if not isinstance(options.report, Namespace):
         raise SweepError(
-            f"report: {options.report} must be a mapping of reference, extrapolate and scaling_law; for no report at "
-            "the end, set report_after to false"
+            f"report: {options.report} must be a mapping of reference, against, extrapolate and scaling_law; "
+            "for no report at the end, set report_after to false"
         )
     for key, default in parser.get_defaults().items():  # the parser takes null for any type
         if default is not None and options[key] is None:

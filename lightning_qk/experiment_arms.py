@@ -93,36 +93,42 @@ def grid_keys(grid: Mapping[str, Any]) -> list[str]:
 
 
 def pick_references(
-    reference: str | Mapping[str, str] | None, arms: Sequence[str], bases: Mapping[str, str], has_grid: bool
+    key: str,
+    reference: str | Mapping[str, str] | None,
+    arms: Sequence[str],
+    bases: Mapping[str, str],
+    has_grid: bool,
 ) -> dict[str, str]:
-    """The healthy twin of every arm; empty where all have the one that `reference` names, or none.
+    """The arm that every arm is compared with; empty where all have the one that `reference` names, or none.
 
     Args:
-        reference: An arm, or arms and patterns of arms to their twins. The first that matches an arm counts; a twin is
-            its own.
+        key: What `reference` is called, for messages.
+        reference: An arm, or arms and patterns of arms to the ones they are compared with. The first that matches an
+            arm counts; one that others are compared with is its own.
         arms: The arms of the YAML.
-        bases: Those at the points of a grid, to the arm of the YAML that each is of. Its twin is at the same point.
+        bases: Those at the points of a grid, to the arm of the YAML that each is of. Its counterpart is at the same
+            point.
         has_grid: Whether there is a grid.
 
     Raises:
-        SweepError: a key that matches no arm, a twin that is none, or an arm that is a twin and shall have another.
+        SweepError: a key that matches no arm, a value that is none, or an arm that is a value and shall have another.
     """
     if reference is None or isinstance(reference, str):
         if reference is None or not has_grid or reference not in arms:
             return {}
         return {arm: reference + arm.removeprefix(base) for arm, base in bases.items()}
-    for key, twin in reference.items():
-        if twin not in arms:
-            raise SweepError(f"report.reference.{key}: {twin!r} is not an arm; the arms are {', '.join(arms)}")
-        if not fnmatch.filter(arms, key):
-            raise SweepError(f"report.reference.{key}: matches no arm; the arms are {', '.join(arms)}")
-        if key in reference.values() and key != twin:
-            raise SweepError(f"report.reference.{key}: a twin of others is its own, it can not be compared with {twin}")
+    for pattern, other in reference.items():
+        if other not in arms:
+            raise SweepError(f"{key}.{pattern}: {other!r} is not an arm; the arms are {', '.join(arms)}")
+        if not fnmatch.filter(arms, pattern):
+            raise SweepError(f"{key}.{pattern}: matches no arm; the arms are {', '.join(arms)}")
+        if pattern in reference.values() and pattern != other:
+            raise SweepError(f"{key}.{pattern}: a twin of others is its own, it can not be compared with {other}")
     found = {}
     for arm in arms:
-        keys = [key for key in reference if fnmatch.fnmatchcase(arm, key)]
-        if arm in reference.values() or keys:
-            found[arm] = arm if arm in reference.values() else reference[keys[0]]
+        patterns = [pattern for pattern in reference if fnmatch.fnmatchcase(arm, pattern)]
+        if arm in reference.values() or patterns:
+            found[arm] = arm if arm in reference.values() else reference[patterns[0]]
     return {arm: found[base] + arm.removeprefix(base) for arm, base in bases.items() if base in found}
 
 

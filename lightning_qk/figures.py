@@ -174,14 +174,15 @@ def _median(lines: Sequence[Series]) -> Series:
 
 
 def _curves(axes: Axes, arm: Arm, lines: Sequence[Series], style: dict[str, Any]) -> None:
-    """One arm in one panel: seeds, their median, and where the guard fired and the loss collapsed."""
+    """One arm in one panel: seeds, the median of those that count, and where the guard fired and the loss collapsed."""
     drawn = [(run, line) for run, line in zip(arm.runs, lines, strict=True) if len(line)]
+    counted = [line for run, line in drawn if run.counted]
     many = len(drawn) > 1
     thin = {**style, "linewidth": 0.8, "alpha": 0.5, "rasterized": len(drawn) > MANY} if many else style
-    for _, line in drawn:
-        axes.plot(line.steps, line.values, **thin)
-    if many:
-        median = _median([line for _, line in drawn])
+    for run, line in drawn:
+        axes.plot(line.steps, line.values, **(thin if run.counted else {**thin, "linestyle": ":"}))
+    if many and counted:
+        median = _median(counted)
         axes.plot(median.steps, median.values, **style)
     for run, line in drawn:
         for key, marker in MARKERS.items():

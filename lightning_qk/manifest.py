@@ -80,6 +80,7 @@ class Manifest:
             "seeds": sorted({*before.get("seeds", []), *experiment.seeds}),
             "reference": experiment.reference,
             "twins": dict(experiment.twins),
+            "against": dict(experiment.against),
             "bases": dict(experiment.bases),
             "points": {arm: dict(point) for arm, point in experiment.points.items()},
             "extrapolate": experiment.extrapolate,

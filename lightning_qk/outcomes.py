@@ -75,10 +75,16 @@ def survival_row(arm: Arm) -> dict[str, str]:
     }
 
 
+def pairs(arm: Arm, other: Arm) -> list[tuple[Run, Run]]:
+    """The counted runs with the same seed."""
+    theirs = {run.seed: run for run in other.counted}
+    return [(run, theirs[run.seed]) for run in arm.counted if run.seed in theirs]
+
+
 def paired_losses(arm: Arm, other: Arm) -> list[float]:
     """Final loss less the other's, over the seeds that both have."""
-    mine, theirs = ({run.seed: run.number("loss") for run in side.counted} for side in (arm, other))
-    return [a - b for seed, a in mine.items() if a is not None and (b := theirs.get(seed)) is not None]
+    losses = [(run.number("loss"), twin.number("loss")) for run, twin in pairs(arm, other)]
+    return [a - b for a, b in losses if a is not None and b is not None]
 
 
 def compare(arm: Arm, other: Arm) -> dict[str, Any]:
@@ -96,6 +102,9 @@ def compare(arm: Arm, other: Arm) -> dict[str, Any]:
         "loss_difference": statistics.fmean(usable) if usable else None,
         "loss_interval": bootstrap_mean(usable),
         "pairs": len(losses),
+        "pairs_used": len(usable),
+        "pairs_early": sum(a.ended_early or b.ended_early for a, b in pairs(arm, other)),
+        "fisher_least": fisher(arm.n, arm.n, 0, other.n),
         "runaway_fisher": fisher(*ran_away, *others) if ran_away[1] and others[1] else None,
     }
 
@@ -114,6 +123,8 @@ def comparisons(arms: Sequence[Arm], others: Mapping[str, Arm]) -> dict[str, dic
 def comparison_table(title: str, compared: Mapping[str, Mapping[str, Any]]) -> Table:
     """Rates, survival and losses against the counterparts."""
     several = len({item["other"] for item in compared.values()}) > 1
+    early = any(item["pairs_early"] for item in compared.values())
+    least = min((item["fisher_least"] for item in compared.values()), default=1.0) * len(compared)
     rows = [
         {
             "arm": name,
@@ -125,7 +136,9 @@ def comparison_table(title: str, compared: Mapping[str, Mapping[str, Any]]) -> T
             "log-rank p": p_value(item["log_rank"]),
             "final loss": spread(item["losses"], statistics.fmean),
             "95 % (loss)": "..".join(map(short, item["loss_interval"])) if item["loss_interval"] else "-",
-            "paired seeds": str(item["pairs"]),
+            "paired seeds": str(item["pairs_used"])
+            + (f" of {item['pairs']}" if item["pairs_used"] < item["pairs"] else ""),
+            **({"ended early": str(item["pairs_early"])} if early else {}),
         }
         for name, item in compared.items()
     ]
@@ -136,8 +149,14 @@ def comparison_table(title: str, compared: Mapping[str, Mapping[str, Any]]) -> T
         f"range, with a percentile bootstrap of the mean ({RESAMPLES:,} resamples, seed {BOOTSTRAP_SEED}; none below "
         f"{FEWEST_PAIRS} pairs). That interval never leaves the range of the pairs, so whatever its name it covers at "
         "most 75 % at 3 pairs, 88 % at 4, 94 % at 5. Fisher: two-sided, every run on its own; with n runs a side never "
-        f"below 0.10 at 3, 0.029 at 4, 0.0079 at 5. Holm: that p corrected for the table's {len(rows)} tests. "
-        "The log-rank p is not corrected, and only rough for few collapses.",
+        f"below 0.10 at 3, 0.029 at 4, 0.0079 at 5. Holm: that p corrected for the table's {len(rows)} tests, the "
+        f"least of which is never below {p_value(min(1.0, least))} with these numbers of runs. The log-rank p is not "
+        "corrected, and only rough for few collapses."
+        + (
+            " Ended early: pairs with a run that stopped before its last step, whose final loss is of another step."
+            if early
+            else ""
+        ),
     )
 
 
@@ -229,7 +248,11 @@ def arm_numbers(arm: Arm, judged: Judged, against: Mapping[str, Mapping[str, Any
             **{side: item.get("other"), f"{side}_rate_difference": item.get("rate_difference")},
             **{f"{side}_rate_low": rate_low, f"{side}_rate_high": rate_high},
             **{f"{side}_fisher": item.get("fisher"), f"{side}_fisher_holm": item.get("fisher_holm")},
-            **{f"{side}_log_rank": item.get("log_rank"), f"{side}_pairs": item.get("pairs")},
+            **{
+                f"{side}_log_rank": item.get("log_rank"),
+                f"{side}_pairs": item.get("pairs"),
+                f"{side}_pairs_used": item.get("pairs_used"),
+            },
             **{f"{side}_loss_difference": item.get("loss_difference")},
             **{f"{side}_loss_low": loss_low, f"{side}_loss_high": loss_high},
             **{f"{side}_{test}": item.get(test) for test in ("runaway_fisher", "runaway_fisher_holm")},

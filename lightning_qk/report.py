@@ -12,6 +12,7 @@ named too.
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentError
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,8 @@ import numpy as np
 from jsonargparse import ArgumentParser
 
 from lightning_qk import crash_rule, error_coherence, extrapolation
-from lightning_qk.activation import activation_table
+from lightning_qk.activation import TAGS as LOGITS
+from lightning_qk.activation import activation_table, logit_table
 from lightning_qk.alarms import PREFIX, alarm_tables, readings
 from lightning_qk.complaints import complain
 from lightning_qk.crash_rule import Judged, judge_all, rule_table
@@ -104,17 +106,24 @@ class Report:
 def gather(runs: Sequence[Run], reference: str | None = None, against: str | None = None) -> Report:
     """Read what the runs logged, judge them and compare the arms."""
     arms = group_arms(runs)
-    twins = pick_twins(arms, reference)
-    sides = {"twin": twins} | ({"against": pick_opponents(arms, twins, against)} if against else {})
-    tags = {*TAGS, crash_rule.TAG, *(PREFIX + name for name in readings(arms)), *error_coherence.tags(runs)}
+    healthy = pick_twins(arms, reference)
+    twins = healthy.arms
+    second = pick_opponents(arms, twins, against)
+    sides = {"twin": twins, "against": second.arms}
+    tags = {*TAGS, *LOGITS, crash_rule.TAG, *(PREFIX + name for name in readings(arms)), *error_coherence.tags(runs)}
     histories = {run.path: read_history(run.path, tags) for run in runs}
     problems: dict[str, list[str]] = defaultdict(list)
     for arm in arms:
         for run in arm.runs:
             for problem in (*histories[run.path][1], *_problems(run, histories[run.path][0])):
                 problems[problem].append(f"{arm.name}/seed_{run.seed}")
-        if arm.n and arm.name in twins and not twins[arm.name].n:
-            problems[f"not compared: {twins[arm.name].name} has no run that counts"].append(arm.name)
+        for problem in _problems_of_arm(arm):
+            problems[problem].append(arm.name)
+        for side in (healthy, second):
+            if arm.n and arm.name in side.arms and not side.arms[arm.name].n:
+                problems[f"not compared: {side.arms[arm.name].name} has no run that counts"].append(arm.name)
+            if arm.name in side.missing:
+                problems[f"not compared: {side.missing[arm.name]} has no runs"].append(arm.name)
     extrapolations = extrapolation.extrapolate(arms)
     for one in extrapolations:
         if one.problem:
@@ -159,6 +168,14 @@ def _problems(run: Run, scalars: Mapping[str, Any]) -> Iterator[str]:
             yield f"verdict: {key} is {value}"
 
 
+def _problems_of_arm(arm: Arm) -> Iterator[str]:
+    """In what its runs differ, besides their seed."""
+    for key in ("max_steps", "threads", "versions"):
+        kinds = {json.dumps((run.verdict or {}).get(key), sort_keys=True) for run in arm.counted}
+        if len(kinds) > 1:
+            yield f"runs of different {key} in one arm ({'; '.join(sorted(kinds))})"
+
+
 def tables(report: Report) -> list[Table]:
     """Outcome, survival, comparisons, other crash rules, logits and early warnings, where there is anything to show."""
     compared = report.compared
@@ -168,7 +185,7 @@ def tables(report: Report) -> list[Table]:
             "Outcome",
             [arm_row(arm) for arm in report.arms],
             "Wilson 95 % intervals. Over seeds: mean loss, largest peak logit, median of the rest, [min..max]. A run's "
-            "final loss is the mean of its last 50 steps, its peak logit the largest that the monitor sampled.",
+            "final loss is the mean of its last 50 steps, its peak logit the largest that the monitor saw.",
         ),
         Table(
             "Survival",
@@ -183,6 +200,7 @@ def tables(report: Report) -> list[Table]:
         runaway_table(report.counted, compared),
         error_coherence.error_table(report.counted, report.errors),
         *extrapolation.tables(report.extrapolations),
+        logit_table(report.counted),
         activation_table(report.arms, report.twins, report.scalars),
         *alarm_tables(report.arms, report.twins, report.scalars),
         *scaling_tables(report.arms),
@@ -331,7 +349,7 @@ def main(args: list[str] | None = None) -> int:
         out = Path(options.out) if options.out is not None else None
         report, out = make_report(directories, out, options.reference, options.against)
     except (ArgumentError, ValueError, OSError) as error:
-        return complain(error, args or [])
+        return complain(error, sys.argv[1:] if args is None else args)
     if options.format == "json":
         print(as_json(report))
     else:

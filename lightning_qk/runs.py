@@ -144,9 +144,9 @@ def read_experiment(directory: Path) -> dict[str, Any]:
     try:
         experiment = unsealed(json.loads(path.read_text(encoding="utf-8")), path)
         reference = experiment.get("reference")
-        twins = dict(experiment.get("twins") or {})
+        pairs = {key: dict(experiment.get(key) or {}) for key in ("twins", "against")}
         grid = {key: experiment.get(key) for key in ("bases", "points", "extrapolate", "scaling_law")}
-        return {"arms": list(experiment["arms"]), "reference": reference, "twins": twins, **grid}
+        return {"arms": list(experiment["arms"]), "reference": reference, **pairs, **grid}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: broken ({error!r}); delete it or run the sweep again") from error
 
@@ -179,34 +179,63 @@ def _amplified(runs: Sequence[Run]) -> str:
     return f" ({', '.join(notes)})" if notes else ""
 
 
-def pick_twins(arms: Sequence[Arm], name: str | None) -> dict[str, Arm]:
-    """The healthy arm that each arm is compared with, by arm; a healthy twin is its own.
+@dataclass(frozen=True)
+class Opponents:
+    """What each arm is compared with.
 
-    It is the arm asked for, else the one that the sweep named: the reference at the same point of the grid.
+    Attributes:
+        arms: Name of an arm to the other arm; one that others are compared with is its own.
+        missing: Name of an arm to that of the other, where that has no runs.
+    """
+
+    arms: Mapping[str, Arm]
+    missing: Mapping[str, str]
+
+
+def planned(arms: Sequence[Arm], key: str) -> Opponents:
+    """What the sweeps named, as ``twins`` (the healthy ones) or ``against``, each at the same point of a grid."""
+    found: dict[str, Arm] = {}
+    missing: dict[str, str] = {}
+    for experiment in {arm.runs[0].path.parent.parent for arm in arms}:
+        mine = {arm.runs[0].arm: arm for arm in arms if arm.runs[0].path.parent.parent == experiment}
+        stated = read_experiment(experiment)
+        named = stated.get(key) or {}
+        if key == "twins" and not named and (reference := stated.get("reference")):
+            named = dict.fromkeys(mine, reference)
+        named |= {other: other for other in named.values()}
+        for arm, other in named.items():
+            if arm in mine and other in mine:
+                found[mine[arm].name] = mine[other]
+            elif arm in mine:
+                missing[mine[arm].name] = other
+    return Opponents(found, missing)
+
+
+def pick_twins(arms: Sequence[Arm], name: str | None) -> Opponents:
+    """The healthy arm that each arm is compared with: the one asked for, else the one that the sweep named.
 
     Raises:
         ValueError: no arm, or more than one, has the name asked for.
     """
-    if name is not None:
-        return dict.fromkeys((arm.name for arm in arms), _one_arm(arms, name, "--reference"))
-    twins: dict[str, Arm] = {}
-    for experiment in {arm.runs[0].path.parent.parent for arm in arms}:
-        mine = {arm.runs[0].arm: arm for arm in arms if arm.runs[0].path.parent.parent == experiment}
-        stated = read_experiment(experiment)
-        planned = stated.get("twins") or dict.fromkeys(mine, stated.get("reference"))
-        planned |= {twin: twin for twin in planned.values()}
-        twins |= {mine[arm].name: mine[twin] for arm, twin in planned.items() if arm in mine and twin in mine}
-    return twins
+    if name is None:
+        return planned(arms, "twins")
+    return Opponents(dict.fromkeys((arm.name for arm in arms), _one_arm(arms, name, "--reference")), {})
 
 
-def pick_opponents(arms: Sequence[Arm], twins: Mapping[str, Arm], name: str) -> dict[str, Arm]:
-    """The second arm that each arm is compared with, by arm: the one named, or in a grid the one at the same point.
+def pick_opponents(arms: Sequence[Arm], twins: Mapping[str, Arm], name: str | None) -> Opponents:
+    """The second arm that each arm is compared with.
+
+    It is the one asked for, or in a grid the one called so at the same point; else the one that the sweep named.
 
     Raises:
         ValueError: there is no such arm, nor one called so at a point of the grid.
     """
+    if name is None:
+        healthy = {twin.name for twin in twins.values()}  # compared with the others already
+        found = planned(arms, "against")
+        return Opponents({arm: other for arm, other in found.arms.items() if arm not in healthy}, found.missing)
     if any(name in (arm.name, arm.runs[0].arm) for arm in arms):
-        return dict.fromkeys((arm.name for arm in arms), _one_arm(arms, name, "--against"))
+        return Opponents(dict.fromkeys((arm.name for arm in arms), _one_arm(arms, name, "--against")), {})
     points = {}  # of the grid, by twin, to the arm that is called so there
     for arm in arms:
         own, twin = arm.runs[0].arm, twins.get(arm.name)
@@ -214,7 +243,8 @@ def pick_opponents(arms: Sequence[Arm], twins: Mapping[str, Arm], name: str) -> 
             points[twin.name] = arm
     if not points:
         raise ValueError(f"--against {name}: give one of the arms {', '.join(arm.name for arm in arms)}")
-    return {arm.name: points[twin.name] for arm in arms if (twin := twins.get(arm.name)) and twin.name in points}
+    at = {arm.name: points[twin.name] for arm in arms if (twin := twins.get(arm.name)) and twin.name in points}
+    return Opponents(at, {})
 
 
 def _one_arm(arms: Sequence[Arm], name: str, option: str) -> Arm:

@@ -93,7 +93,7 @@ class Survival(NamedTuple):
 
     def median(self) -> float | None:
         """The first step by which half have collapsed; None if that never came."""
-        below = np.flatnonzero(self.fraction <= 0.5)
+        below = np.flatnonzero(self.fraction <= 0.5 + 1e-9)  # a product of fractions that are not exact
         return float(self.steps[below[0]]) if len(below) else None
 
 

@@ -14,7 +14,8 @@ The experiment's YAML is the configuration of the sweep:
     grid: {model.lr: [0.004, 0.008]}          # every arm at every point, as arms fp32-lr_0.004, ...; an axis may
     # also have named points of several keys: grid: {size: {small: {model.overrides.d_model: 32, ...}, ...}}
     forks: {from: fault, steps: [300], arms: {late_guard: ../guards/logit_60.yaml}}  # see below
-    report: {reference: fp32}                 # the healthy twin, or {arm or pattern such as "mx_*": its twin}
+    report: {reference: fp32, against: fault} # the healthy twin and a second arm to compare with, or for each
+    # {arm or pattern such as "mx_*": the other arm}
     executor: slurm                           # or local, the default: processes that end with the sweep
     slurm: {time: 120, partition: gpu, gpus_per_node: 1, cpus_per_task: 4, array_parallelism: 16}
 
@@ -156,9 +157,11 @@ class Sweep:
         alive, begun = self.queue.alive(), self.manifest.hashes()
         new = []
         for run in self.runs:
-            if self.is_pending(run, alive, begun) and run.name not in alive:
+            state = "done"
+            if self.is_pending(run, alive, begun):
+                state = f"job {alive[run.name]}" if run.name in alive else "to run"
+            if state == "to run":
                 new.append(run)
-            state = f"job {alive[run.name]}" if run.name in alive else "to run" if run in new[-1:] else "done"
             self.display.print(f"# {run.name}: {state}")
             self.display.print(shlex.join(self.launcher(run)))
         for line in self.executor.plan(new):
@@ -244,7 +247,7 @@ def make_executor(options: Namespace, queue: JobQueue) -> Executor:
     if options.executor == "local":
         return LocalPool(options.jobs)
     at_a_time = {} if options.jobs is None else {"array_parallelism": options.jobs}
-    return SubmititExecutor(options.executor, {**at_a_time, **options.slurm}, queue)
+    return SubmititExecutor(options.executor, {**options.slurm, **at_a_time}, queue)
 
 
 def main(args: list[str] | None = None) -> int:
@@ -260,7 +263,7 @@ def main(args: list[str] | None = None) -> int:
             return sweep.dry_run()
         code = sweep.run(options.detach)
     except (ValueError, OSError) as error:
-        return complain(error, args or [])
+        return complain(error, sys.argv[1:] if args is None else args)
     except KeyboardInterrupt:  # before the first run, while configurations are checked
         print("interrupted: no run was started", file=sys.stderr)
         return 130

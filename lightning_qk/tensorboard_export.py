@@ -14,6 +14,7 @@ there twice.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import struct
@@ -35,11 +36,11 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from lightning_qk.events import Scalars, Series
 from lightning_qk.figures import TAGS
-from lightning_qk.runs import AGGREGATE, Arm, Run, is_aggregate
+from lightning_qk.runs import AGGREGATE, Arm, Run, is_aggregate, read_experiment
 from lightning_qk.verdict import write_json_atomic
 
 LOW, HIGH, COUNT = "/low", "/high", "/seeds"
-METRICS = ("collapse_step", "loss", "sigma_q", "max_logit_peak")
+METRICS = ("collapse_step", "guard_step", "loss", "min_loss", "val_loss", "sigma_q", "max_logit_peak")
 
 
 def export(arms: Sequence[Arm], scalars: Scalars, figures: Sequence[Path], out: Path) -> Path:
@@ -127,12 +128,20 @@ def _columns(arms: Sequence[Arm]) -> Summary:
         hparams.HParam("arm", hparams.Discrete([arm.name for arm in arms])),
         hparams.HParam("seed", hparams.Discrete(sorted({run.seed for arm in arms for run in arm.runs}))),
         hparams.HParam("status", hparams.Discrete(states or ["completed"])),
+        *(hparams.HParam(key) for key in dict.fromkeys(key for arm in arms for key in _point(arm))),
     ]
     return hparams.hparams_config_pb(columns, [hparams.Metric(f"final/{key}") for key in METRICS])
 
 
+def _point(arm: Arm) -> dict[str, str | int | float | bool]:
+    """The values of an arm at its point of the sweep's grid, as the table of hyperparameters can hold them."""
+    points = read_experiment(arm.runs[0].path.parent.parent).get("points") or {}
+    found = points.get(arm.runs[0].arm) or {}
+    return {key: value if isinstance(value, str | int | float) else json.dumps(value) for key, value in found.items()}
+
+
 def _session(arm: Arm, run: Run) -> Summary:
-    columns = {"arm": arm.name, "seed": run.seed, "status": run.state}
+    columns = {"arm": arm.name, "seed": run.seed, "status": run.state, **_point(arm)}
     return hparams.hparams_pb(columns, trial_id=f"{arm.name}/{run.seed}")
 
 

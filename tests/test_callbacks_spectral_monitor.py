@@ -97,6 +97,19 @@ def test_only_every_nth_step_is_read_and_logged(tmp_path: Path) -> None:
     assert found["loss/train"].steps.tolist() == list(range(7))
 
 
+def test_logits_between_two_readings_are_seen_too(tmp_path: Path) -> None:
+    monitor = SpectralMonitor(3)
+    oracle, found = scalars(tmp_path, monitor, max_steps=8)
+    steps = [max(row) for row in oracle.logits]
+    assert found["logit/peak"].values == pytest.approx([steps[0], max(steps[1:3]), max(steps[3:6])])
+    assert found["logit/max"].values == pytest.approx([steps[0], steps[2], steps[5]])
+    assert monitor.verdict_fields()["max_logit_peak"] == pytest.approx(max(steps))
+    resumed = SpectralMonitor(3)
+    resumed.load_state_dict(monitor.state_dict())
+    assert resumed.verdict_fields() == monitor.verdict_fields()
+    assert float(resumed.state_dict()["unread_logit"]) == pytest.approx(max(steps[6:]))
+
+
 def test_per_layer_and_tied_rows_are_by_choice(tmp_path: Path) -> None:
     _, found = scalars(tmp_path / "with", SpectralMonitor(1, per_layer=False, tied_rows=True), max_steps=2)
     assert not [tag for tag in found if "layer" in tag]

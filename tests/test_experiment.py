@@ -101,6 +101,34 @@ def test_the_reference_of_a_grid_is_the_twin_at_the_same_point(config: Path) -> 
     assert parse_sweep(["-c", str(config)], "")[1].twins == {}
 
 
+def test_a_second_comparison_for_all_or_by_pattern_at_the_same_point_and_for_forks(config: Path) -> None:
+    config.write_text(YAML.replace("{reference: fp32}", "{reference: fp32, against: guard}"))
+    assert parse_sweep(["-c", str(config)], "")[1].against == {"fp32": "guard", "guard": "guard"}
+    config.write_text(config.read_text() + "grid: {model.lr: [1, 2]}")
+    against = {f"{arm}-lr_{lr}": f"guard-lr_{lr}" for arm in ("fp32", "guard") for lr in (1, 2)}
+    assert parse_sweep(["-c", str(config)], "")[1].against == against
+    forks = "forks: {from: fp32, steps: [2, 3], arms: {none: ../arms/guard.yaml, bump: ../arms/guard.yaml}}"
+    report = "{reference: fp32, against: {'*-step_2': none-step_2}}"
+    config.write_text(YAML.replace("{reference: fp32}", report) + forks)
+    against = {"none-step_2": "none-step_2", "bump-step_2": "none-step_2"}
+    assert parse_sweep(["-c", str(config)], "")[1].against == against
+
+
+@pytest.mark.parametrize(
+    ("against", "said"),
+    [
+        ("falt", "report.against.*: 'falt' is not an arm"),
+        ("{sd*: fp32}", "report.against.sd*: matches no arm"),
+    ],
+)
+def test_a_second_comparison_that_is_not_there(
+    against: str, said: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(YAML.replace("{reference: fp32}", f"{{reference: fp32, against: {against}}}"))
+    assert main(["-c", str(config)]) == 2
+    assert said in capsys.readouterr().err
+
+
 MAPPING = "report: {reference: {guard*: fp32, sd*: sdpa, bare: bare_fp32}}"
 MANY = "arms: {fp32: A, sdpa: A, guard: A, guard_late: A, sdpa_guard: A, bare: A, bare_fp32: A, lonely: A}"
 

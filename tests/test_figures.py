@@ -20,7 +20,7 @@ from lightning_qk import coherence_figure, figures, survival_figure
 from lightning_qk.coherence_figure import draw_coherence
 from lightning_qk.error_coherence import measure
 from lightning_qk.events import Scalars, Series, read_scalars
-from lightning_qk.figures import DASHES, INK, PALETTE, _ceiling, _median, _smooth, _spread, draw, line_styles
+from lightning_qk.figures import DASHES, INK, PALETTE, _ceiling, _curves, _median, _smooth, _spread, draw, line_styles
 from lightning_qk.runs import Arm, find_runs, group_arms, pick_twins
 from lightning_qk.survival_figure import draw_survival
 
@@ -69,7 +69,7 @@ def draw_curves(experiment: Path) -> None:
 
 def draw_lifetimes(experiment: Path) -> None:
     arms, _ = read(experiment)
-    draw_survival(arms, pick_twins(arms, "fp32"), {"fp32"}, experiment)
+    draw_survival(arms, pick_twins(arms, "fp32").arms, {"fp32"}, experiment)
 
 
 def draw_errors(experiment: Path) -> None:
@@ -165,6 +165,19 @@ def test_median_stops_where_a_seed_stops() -> None:
     short = Series(np.arange(0.0, 30, 10), np.full(3, 3.0))
     assert _median([long, short]).steps.tolist() == [0, 10, 20]
     assert _median([long, short]).values.tolist() == [2, 2, 2]
+
+
+def test_the_median_is_of_runs_that_count(tmp_path: Path) -> None:
+    for seed in range(3):
+        write_run(tmp_path / "demo", "fault", seed)
+    write_run(tmp_path / "demo", "fault", 3, "unfinished", step=20)
+    (arm,), scalars = read(tmp_path / "demo")
+    axes = Figure().add_subplot()
+    lines = [scalars[run.path]["sigma/q"] for run in arm.runs]
+    _curves(axes, arm, lines, {"color": INK, "linestyle": "-", "linewidth": 2.0})
+    drawn = axes.get_lines()
+    assert [line.get_linestyle() for line in drawn] == ["-", "-", "-", ":", "-"]
+    assert len(np.asarray(drawn[-1].get_xdata())) == len(lines[0]) > len(lines[3])
 
 
 def test_smoothing_is_a_trailing_mean_of_long_runs_only() -> None:

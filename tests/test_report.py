@@ -136,14 +136,45 @@ def test_differences_from_the_reference_are_paired_by_seed(experiment: Path) -> 
     fault = cells(text, "fault", "## Against fp32")
     assert fault[1:3] == ["+1.00", "+0.14..+1.00"]
     assert fault[3:5] == ["0.1", "0.2"]
-    assert fault[6:] == ["4 + 1 not finite", "-", "2"]
-    assert cells(text, "arm_z", "## Against fp32")[-1] == "1"
+    assert fault[6:] == ["4 + 1 not finite", "-", "1 of 2", "2"]
+    assert cells(text, "arm_z", "## Against fp32")[-2:] == ["1", "0"]
+    assert "Ended early: pairs with a run that stopped before its last step" in text
+    # 3 runs against 2, the best that can be: 1 of the 10 ways to choose; two tests
+    assert "for the table's 2 tests, the least of which is never below 0.2 with these numbers of runs" in text
 
 
 def test_second_comparison(experiment: Path) -> None:
     text = markdown(experiment, against="fault")
     assert cells(text, "fp32", "## Against fault")[1] == "-1.00"
     assert "| fault" not in text[text.index("## Against fault") : text.index("## Collapsed")]
+
+
+def test_the_second_comparison_may_be_the_experiments_own(experiment: Path) -> None:
+    write_run(experiment, "arm_y", 0)
+    against = {"fp32": "fault", "arm_z": "fault", "arm_y": "fault", "gone": "fault"}
+    stated = {"arms": ["fp32", "fault", "arm_z", "arm_y"], "reference": "fp32", "against": against}
+    (experiment / "experiment.json").write_text(json.dumps(stated))
+    text = markdown(experiment)
+    second = text[text.index("## Against fault") : text.index("## Collapsed")]
+    assert [line.split()[1] for line in second.splitlines() if line.startswith("| arm_")] == ["arm_z", "arm_y"]
+    assert "| fp32" not in second, "a healthy twin is compared with the fault in the first table"
+    rows = (experiment / "arms.csv").read_text().splitlines()
+    assert dict(zip(rows[0].split(","), rows[3].split(","), strict=True))["against"] == "fault"
+
+
+def test_a_twin_without_runs_and_runs_that_differ_are_named(tmp_path: Path) -> None:
+    root = tmp_path / "demo"
+    write_run(root, "fault", 0)
+    write_run(root, "fault", 1, max_steps=200, step=200, versions={"torch": "2.9"})
+    write_run(root, "fault", 2, "unfinished", max_steps=300)
+    stated = {"arms": ["fp32", "fault"], "reference": "fp32", "against": {"fault": "mild"}}
+    (root / "experiment.json").write_text(json.dumps(stated))
+    text = markdown(root)
+    assert "- not compared: fp32 has no runs: fault\n" in text
+    assert "- not compared: mild has no runs: fault\n" in text
+    assert "- runs of different max_steps in one arm (100; 200): fault\n" in text
+    assert 'runs of different versions in one arm ({"torch": "2.9"}; {}): fault\n' in text
+    assert "runs of different threads" not in text
 
 
 def grid(root: Path) -> Path:
@@ -163,15 +194,15 @@ def test_twins_of_a_grid_are_at_the_same_point(tmp_path: Path) -> None:
     assert cells(text, "fault-lr_0.2", "## Against the healthy twin")[1] == "fp32-lr_0.2"
     assert "\n| fp32" not in text[text.index("## Against the") : text.index("## Collapsed")]
     arms = group_arms(find_runs([root]))
-    twins = pick_twins(arms, None)
-    assert {arm: other.name for arm, other in pick_opponents(arms, twins, "fault").items()} == {
+    twins = pick_twins(arms, None).arms
+    assert {arm: other.name for arm, other in pick_opponents(arms, twins, "fault").arms.items()} == {
         arm.name: f"fault-lr_{arm.name[-3:]}" for arm in arms
     }
-    assert pick_opponents(arms, twins, "fault-b")["fault-lr_0.2"].name == "fault-b-lr_0.2"
-    assert set(pick_opponents(arms, twins, "fault-lr_0.1")) == {arm.name for arm in arms}, "one arm for all"
+    assert pick_opponents(arms, twins, "fault-b").arms["fault-lr_0.2"].name == "fault-b-lr_0.2"
+    assert set(pick_opponents(arms, twins, "fault-lr_0.1").arms) == {arm.name for arm in arms}, "one arm for all"
     with pytest.raises(ValueError, match="--against fp3: give one of the arms"):
         pick_opponents(arms, twins, "fp3")
-    assert {twin.name for twin in pick_twins(arms, "fp32-lr_0.1").values()} == {"fp32-lr_0.1"}
+    assert {twin.name for twin in pick_twins(arms, "fp32-lr_0.1").arms.values()} == {"fp32-lr_0.1"}
 
 
 def test_twin_without_runs_is_named(experiment: Path) -> None:

@@ -33,7 +33,7 @@ def test_alarms_are_counted_ahead_of_collapses_and_as_false_ones(tmp_path: Path)
     write_run(runs, "silent", 0, **warned(None, threshold=None))
     text = report(runs)
     assert cells(text, "fault", OWN)[1:] == [
-        *("tied_rows", "0.500", "4/5", "50 [20..70]", "2/4", "10 [-10..30]", "1/1"),
+        *("tied_rows", "0.500", "4/5", "50 [20..70]", "2/4", "20 [10..30]", "1/1"),
     ]
     assert cells(text, "fp32", OWN)[1:] == ["tied_rows", "0.500", "0/1", "-", "-", "-", "0/1"]
     assert "| silent" not in text[text.index(OWN) :]

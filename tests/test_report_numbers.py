@@ -25,6 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from callbacks import CollapseStop
 from lightning_qk.report import Report, make_report
+from lightning_qk.tables import short
 
 STEPS, ARMS = 240, ("fp32", "fault", "clean_qk", "guard")
 EXCESS, MARGIN = 0.75, 0.375
@@ -223,7 +224,7 @@ def test_learned_alarms(arm: str, told: All, experiment: Path, report: Report) -
         onset = run.onset(EXCESS, MARGIN)
         alarms += alarm is not None
         false_alarms += alarm is not None and onset is None
-        if alarm is not None and onset is not None:
+        if alarm is not None and onset is not None and alarm < onset:
             leads.append(onset - alarm)
     text = (experiment / "report.md").read_text()
     row = next(
@@ -233,10 +234,10 @@ def test_learned_alarms(arm: str, told: All, experiment: Path, report: Report) -
     )
     cell = [part.strip() for part in row.strip("|").split("|")]
     assert cell[3].split("/")[0] == str(alarms)
-    assert cell[5].split("/")[0] == (str(sum(lead > 0 for lead in leads)) if any(durations(told[arm])[1]) else "-")
+    assert cell[5].split("/")[0] == (str(len(leads)) if any(durations(told[arm])[1]) else "-")
     assert cell[7].split("/")[0] == str(false_alarms)
     if leads:
-        assert cell[6].split(" ")[0] == f"{statistics.median(leads):g}"
+        assert cell[6].split(" ")[0] == short(statistics.median(leads))
 
 
 @pytest.mark.parametrize(

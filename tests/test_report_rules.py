@@ -92,7 +92,7 @@ def test_stopped_runs_are_open_ended_and_each_run_has_its_step(tmp_path: Path) -
     }
     assert by_rule["fault", "0"]["collapse 0.5/0.25"] == "40", "logged at 39, after optimizer step 40"
     assert by_rule["fault", "0"]["collapse 1.5/0.75"] == "?"
-    assert by_rule["fault", "1"]["collapse 2/1"] == "50"
+    assert by_rule["fault", "1"]["collapse 2/1"] == "60", "where it was not finite; 50 is its own rule's step"
     assert by_rule["fault", "2"]["collapse 0.75/0.375"] == "90"
     assert by_rule["fault", "2"]["collapse 1/0.5"] == ""
     assert by_rule["bare", "0"]["collapse 1/0.5"] == ""

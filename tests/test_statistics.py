@@ -104,6 +104,12 @@ def test_survival_by_hand() -> None:
     assert curve.fraction.tolist() == pytest.approx([4 / 5, 4 / 5, 4 / 5 * 1 / 3, 4 / 5 * 1 / 3])
 
 
+@pytest.mark.parametrize("n", [2, 24, 38, 88])
+def test_the_median_of_a_half_is_there_whatever_the_rounding(n: int) -> None:
+    collapsed = [10.0 * (index + 1) for index in range(n // 2)]
+    assert kaplan_meier(Lifetimes(collapsed, [1_000.0] * (n // 2))).median() == collapsed[-1]
+
+
 @pytest.mark.parametrize(("one", "other"), [([], []), ([10.0], [10.0])])
 def test_log_rank_that_can_not_tell(one: list[float], other: list[float]) -> None:
     assert log_rank(Lifetimes(one, [30.0] if not one else []), Lifetimes(other, [30.0] if not other else [])) is None

@@ -103,23 +103,41 @@ def sessions(directory: Path) -> tuple[Any, dict[tuple[str, float], dict[str, An
     for group in response.session_groups:
         values = {metric.name.tag: metric.value for metric in group.metric_values}
         key = (group.hparams["arm"].string_value, group.hparams["seed"].number_value)
-        rows[key] = {"status": group.hparams["status"].string_value, **values}
+        hparams = {name: value.string_value or value.number_value for name, value in group.hparams.items()}
+        rows[key] = {name: value for name, value in hparams.items() if name not in ("arm", "seed")} | values
     return experiment, rows
 
 
 def test_hyperparameter_table(experiment: Path) -> None:
     columns, rows = sessions(experiment / "aggregate")
     assert [info.name for info in columns.hparam_infos] == ["arm", "seed", "status"]
-    assert [info.name.tag for info in columns.metric_infos] == [
-        *("final/collapse_step", "final/loss", "final/sigma_q", "final/max_logit_peak")
-    ]
+    metrics = ("collapse_step", "guard_step", "loss", "min_loss", "val_loss", "sigma_q", "max_logit_peak")
+    assert [info.name.tag for info in columns.metric_infos] == [f"final/{key}" for key in metrics]
     assert set(rows) == {("fp32", 0), ("fp32", 1), ("fp32", 2), ("fault", 0), ("fault", 1)}
     assert rows["fault", 0] == {
         **{"status": "collapsed", "final/collapse_step": 20.0, "final/loss": 2.0},
-        **{"final/sigma_q": 4.0, "final/max_logit_peak": 50.0},
+        **{
+            "final/min_loss": 1.5,
+            "final/val_loss": pytest.approx(2.1),
+            "final/sigma_q": 4.0,
+            "final/max_logit_peak": 50.0,
+        },
     }
     assert rows["fp32", 2]["status"] == "completed"
     assert "final/collapse_step" not in rows["fp32", 2]
+
+
+def test_the_values_of_a_grid_are_hyperparameters(tmp_path: Path) -> None:
+    root = tmp_path / "demo"
+    points = {"fp32-lr_1": {"model.lr": 1, "model.kind": "a"}, "fp32-lr_2": {"model.lr": 2, "model.kind": None}}
+    for arm in points:
+        write_run(root, arm, 0)
+    (root / "experiment.json").write_text(json.dumps({"arms": list(points), "points": points}))
+    make_report([root])
+    columns, rows = sessions(root / "aggregate")
+    assert {"model.lr", "model.kind"} < {info.name for info in columns.hparam_infos}
+    found = rows["fp32-lr_2", 0]
+    assert (found["model.lr"], found["model.kind"]) == (2, "null")
 
 
 def test_writing_again_changes_no_point(experiment: Path) -> None:
