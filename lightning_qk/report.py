@@ -34,6 +34,7 @@ from lightning_qk.error_coherence import Errors
 from lightning_qk.events import Scalars, read_history
 from lightning_qk.extrapolation import Extrapolation
 from lightning_qk.figures import TAGS
+from lightning_qk.fork_table import fork_table
 from lightning_qk.outcomes import (
     arm_numbers,
     arm_row,
@@ -191,10 +192,12 @@ def tables(report: Report) -> list[Table]:
             "Survival",
             [survival_row(arm) for arm in report.counted] if any(arm.k for arm in report.arms) else [],
             "Kaplan-Meier: the fraction not collapsed at the arm's last step, with Greenwood's 95 % interval on the "
-            "log(-log) scale, which is not defined at 0 and 1; runs that ended healthy are censored at their last.",
+            "log(-log) scale, which is not defined at 0 and 1; runs that ended healthy are censored at their last. "
+            "Steps are those since a run began: at step 0, or as a fork of another.",
         ),
         comparison_table(f"Against {names[0] if len(names) == 1 else 'the healthy twin'}", compared["twin"]),
         comparison_table(f"Against {_opponent(compared)}", compared.get("against", {})),
+        fork_table(report.arms),
         rule_table(report.arms, report.judged),
         divergence_table(report.arms),
         runaway_table(report.counted, compared),

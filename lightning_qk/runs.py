@@ -59,6 +59,16 @@ class Run:
         return step if step is not None else self.number("step") or 0.0
 
     @property
+    def begun_as(self) -> str:
+        """The arm whose checkpoint it began with; empty for a run that began at step 0."""
+        return str(((self.verdict or {}).get("fork") or {}).get("arm", ""))
+
+    @property
+    def begin(self) -> float:
+        """The step it began with."""
+        return float(((self.verdict or {}).get("fork") or {}).get("step", 0))
+
+    @property
     def warnings(self) -> Mapping[str, Mapping[str, Any]]:
         """What the early-warning monitors left in the verdict, by reading."""
         return {} if self.verdict is None else self.verdict.get("warnings", {})
@@ -100,10 +110,12 @@ class Arm:
 
     @property
     def lifetimes(self) -> Lifetimes:
-        """When the counted runs collapsed; a run that completed is censored at its last step."""
-        return Lifetimes(
-            [run.end for run in self.counted if run.collapsed], [run.end for run in self.counted if not run.collapsed]
-        )
+        """Steps from where a counted run began to its collapse, or to its last step, where it is censored."""
+        collapsed: list[float] = []
+        censored: list[float] = []
+        for run in self.counted:
+            (collapsed if run.collapsed else censored).append(run.end - run.begin)
+        return Lifetimes(collapsed, censored)
 
     def values(self, key: str) -> list[float]:
         """The verdict's `key` over the counted runs that have it."""

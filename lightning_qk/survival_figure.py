@@ -32,6 +32,7 @@ def draw_survival(arms: Sequence[Arm], twins: Mapping[str, Arm], healthy: Collec
     from matplotlib.ticker import MaxNLocator
 
     styles = line_styles(arms, healthy)
+    forked = any(run.begin for arm in arms for run in arm.counted)
     columns = min(COLUMNS, len(arms))
     rows = -(-len(arms) // columns)
     with matplotlib.rc_context(STYLE):
@@ -51,8 +52,8 @@ def draw_survival(arms: Sequence[Arm], twins: Mapping[str, Arm], healthy: Collec
         for column in range(columns):  # the lowest panel of a column that the last row may leave open
             lowest = grid.flat[max(index for index in range(len(arms)) if index % columns == column)]
             lowest.tick_params(labelbottom=True)
-            lowest.set_xlabel("Optimizer step", color=MUTED, fontsize=8.5)
-        grid[0, 0].set_xlim(0, max(1.0, *(run.end for arm in arms for run in arm.counted)))
+            lowest.set_xlabel("Optimizer step" + (" since the run began" if forked else ""), color=MUTED, fontsize=8.5)
+        grid[0, 0].set_xlim(0, max(1.0, *(run.end - run.begin for arm in arms for run in arm.counted)))
         grid[0, 0].set_ylim(-0.04, 1.08)
         grid[0, 0].set_yticks([0, 0.5, 1], ["0", "0.5", "1"])
         grid[0, 0].xaxis.set_major_locator(MaxNLocator(4, prune="upper"))  # the last label would touch the next panel
