@@ -81,16 +81,16 @@ def pairs(arm: Arm, other: Arm) -> list[tuple[Run, Run]]:
     return [(run, theirs[run.seed]) for run in arm.counted if run.seed in theirs]
 
 
-def paired_losses(arm: Arm, other: Arm) -> list[float]:
-    """Final loss less the other's, over the seeds that both have."""
-    losses = [(run.number("loss"), twin.number("loss")) for run, twin in pairs(arm, other)]
-    return [a - b for a, b in losses if a is not None and b is not None]
+def paired(arm: Arm, other: Arm, key: str) -> list[float]:
+    """A number of the verdict less the other's, over the seeds that both have."""
+    numbers = [(run.number(key), twin.number(key)) for run, twin in pairs(arm, other)]
+    return [a - b for a, b in numbers if a is not None and b is not None]
 
 
 def compare(arm: Arm, other: Arm) -> dict[str, Any]:
     """Every number that compares two arms with counted runs."""
-    losses = paired_losses(arm, other)
-    usable = [loss for loss in losses if abs(loss) < float("inf")]
+    losses, validations = paired(arm, other, "loss"), paired(arm, other, "val_loss")
+    usable, usable_validations = ([loss for loss in side if abs(loss) < float("inf")] for side in (losses, validations))
     ran_away, others = runaways(arm, TESTED_RUNAWAY), runaways(other, TESTED_RUNAWAY)
     return {
         "other": other.name,
@@ -101,6 +101,9 @@ def compare(arm: Arm, other: Arm) -> dict[str, Any]:
         "losses": losses,
         "loss_difference": statistics.fmean(usable) if usable else None,
         "loss_interval": bootstrap_mean(usable),
+        "validations": validations,
+        "val_loss_difference": statistics.fmean(usable_validations) if usable_validations else None,
+        "val_loss_interval": bootstrap_mean(usable_validations),
         "pairs": len(losses),
         "pairs_used": len(usable),
         "pairs_early": sum(a.ended_early or b.ended_early for a, b in pairs(arm, other)),
@@ -124,6 +127,7 @@ def comparison_table(title: str, compared: Mapping[str, Mapping[str, Any]]) -> T
     """Rates, survival and losses against the counterparts."""
     several = len({item["other"] for item in compared.values()}) > 1
     early = any(item["pairs_early"] for item in compared.values())
+    validated = any(item["validations"] for item in compared.values())
     least = min((item["fisher_least"] for item in compared.values()), default=1.0) * len(compared)
     rows = [
         {
@@ -135,7 +139,9 @@ def comparison_table(title: str, compared: Mapping[str, Mapping[str, Any]]) -> T
             "Holm": p_value(item["fisher_holm"]),
             "log-rank p": p_value(item["log_rank"]),
             "final loss": spread(item["losses"], statistics.fmean),
-            "95 % (loss)": "..".join(map(short, item["loss_interval"])) if item["loss_interval"] else "-",
+            "95 % (loss)": _short_interval(item["loss_interval"]),
+            **({"validation loss": spread(item["validations"], statistics.fmean)} if validated else {}),
+            **({"95 % (validation)": _short_interval(item["val_loss_interval"])} if validated else {}),
             "paired seeds": str(item["pairs_used"])
             + (f" of {item['pairs']}" if item["pairs_used"] < item["pairs"] else ""),
             **({"ended early": str(item["pairs_early"])} if early else {}),
@@ -145,19 +151,24 @@ def comparison_table(title: str, compared: Mapping[str, Mapping[str, Any]]) -> T
     return Table(
         title,
         rows,
-        "Differences: collapse rates with Newcombe's interval; final losses over the seeds that both have, mean and "
-        f"range, with a percentile bootstrap of the mean ({RESAMPLES:,} resamples, seed {BOOTSTRAP_SEED}; none below "
-        f"{FEWEST_PAIRS} pairs). That interval never leaves the range of the pairs, so whatever its name it covers at "
-        "most 75 % at 3 pairs, 88 % at 4, 94 % at 5. Fisher: two-sided, every run on its own; with n runs a side never "
-        f"below 0.10 at 3, 0.029 at 4, 0.0079 at 5. Holm: that p corrected for the table's {len(rows)} tests, the "
-        f"least of which is never below {p_value(min(1.0, least))} with these numbers of runs. The log-rank p is not "
-        "corrected, and only rough for few collapses."
+        "Differences: collapse rates with Newcombe's interval; final and validation losses over the seeds that both "
+        f"have, mean and range, with a percentile bootstrap of the mean ({RESAMPLES:,} resamples, seed "
+        f"{BOOTSTRAP_SEED}; none below {FEWEST_PAIRS} pairs). Validation is without the fault unless a plugin's "
+        "faults_in_validation is set. A bootstrap interval never leaves the range of the pairs, so whatever its name "
+        "it covers at most 75 % at 3 pairs, 88 % at 4, 94 % at 5. Fisher: two-sided, every run on its own; with n runs "
+        "a side never below 0.10 at 3, 0.029 at 4, 0.0079 at 5. Holm: that p corrected for the table's "
+        f"{len(rows)} tests, the least of which is never below {p_value(min(1.0, least))} with these numbers of runs. "
+        "The log-rank p is not corrected, and only rough for few collapses."
         + (
             " Ended early: pairs with a run that stopped before its last step, whose final loss is of another step."
             if early
             else ""
         ),
     )
+
+
+def _short_interval(limits: tuple[float, float] | None) -> str:
+    return "..".join(map(short, limits)) if limits else "-"
 
 
 def ran_away(run: Run, size: float) -> bool | None:
@@ -244,6 +255,7 @@ def arm_numbers(arm: Arm, judged: Judged, against: Mapping[str, Mapping[str, Any
         item = against.get(side, {})
         rate_low, rate_high = item.get("rate_interval") or (None, None)
         loss_low, loss_high = item.get("loss_interval") or (None, None)
+        val_low, val_high = item.get("val_loss_interval") or (None, None)
         row |= {
             **{side: item.get("other"), f"{side}_rate_difference": item.get("rate_difference")},
             **{f"{side}_rate_low": rate_low, f"{side}_rate_high": rate_high},
@@ -255,6 +267,8 @@ def arm_numbers(arm: Arm, judged: Judged, against: Mapping[str, Mapping[str, Any
             },
             **{f"{side}_loss_difference": item.get("loss_difference")},
             **{f"{side}_loss_low": loss_low, f"{side}_loss_high": loss_high},
+            **{f"{side}_val_loss_difference": item.get("val_loss_difference")},
+            **{f"{side}_val_loss_low": val_low, f"{side}_val_loss_high": val_high},
             **{f"{side}_{test}": item.get(test) for test in ("runaway_fisher", "runaway_fisher_holm")},
         }
     return row

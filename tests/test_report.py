@@ -136,7 +136,7 @@ def test_differences_from_the_reference_are_paired_by_seed(experiment: Path) -> 
     fault = cells(text, "fault", "## Against fp32")
     assert fault[1:3] == ["+1.00", "+0.14..+1.00"]
     assert fault[3:5] == ["0.1", "0.2"]
-    assert fault[6:] == ["4 + 1 not finite", "-", "1 of 2", "2"]
+    assert fault[6:] == ["4 + 1 not finite", "-", "0", "-", "1 of 2", "2"]
     assert cells(text, "arm_z", "## Against fp32")[-2:] == ["1", "0"]
     assert "Ended early: pairs with a run that stopped before its last step" in text
     # 3 runs against 2, the best that can be: 1 of the 10 ways to choose; two tests
@@ -147,6 +147,20 @@ def test_second_comparison(experiment: Path) -> None:
     text = markdown(experiment, against="fault")
     assert cells(text, "fp32", "## Against fault")[1] == "-1.00"
     assert "| fault" not in text[text.index("## Against fault") : text.index("## Collapsed")]
+
+
+def test_validation_losses_are_paired_too(tmp_path: Path) -> None:
+    for seed, (healthy, faulty) in enumerate(((1.0, 1.5), (2.0, 2.25), (3.0, 3.75))):
+        write_run(tmp_path / "demo", "fp32", seed, val_loss=healthy)
+        write_run(tmp_path / "demo", "fault", seed, val_loss=faulty)
+    text = markdown(tmp_path / "demo", reference="fp32")
+    headings = cells(text, "arm", "## Against fp32")
+    found = dict(zip(headings, cells(text, "fault", "## Against fp32"), strict=True))
+    assert found["validation loss"] == "0.500 [0.250..0.750]" and found["95 % (validation)"].startswith("0.250..")
+    assert "ended early" not in found
+    rows = [line.split(",") for line in (tmp_path / "demo" / "arms.csv").read_text().splitlines()]
+    row = next(dict(zip(rows[0], row, strict=True)) for row in rows[1:] if row[0] == "fault")
+    assert float(row["twin_val_loss_difference"]) == 0.5 and float(row["twin_val_loss_low"]) == 0.25
 
 
 def test_the_second_comparison_may_be_the_experiments_own(experiment: Path) -> None:
