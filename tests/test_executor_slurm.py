@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonargparse import Namespace
 from sweep_lab import Lab
 
 from lightning_qk.executors.attempt import note_attempt, read_attempt
 from lightning_qk.executors.job_queue import JobQueue
-from lightning_qk.executors.submitit_executor import SubmititExecutor, _minutes
+from lightning_qk.executors.submitit_executor import SubmititExecutor, _minutes, asks_for_gpu
 from lightning_qk.experiment import SweepError
-from lightning_qk.sweep import Sweep
+from lightning_qk.sweep import Sweep, make_executor
 
 # sbatch keeps what it is given; squeue says what the test has written down, with the name of the last submission
 COMMANDS = {
@@ -62,6 +63,26 @@ def test_all_pending_runs_are_one_array(lab: Lab) -> None:
     assert (submission["id"], submission["runs"]) == ("42", ["fault/seed_0", "fp32/seed_1", "fault/seed_1"])
     assert "4 runs, 1 done already, 3 submitted as slurm job 42, 0 queued or running" in lab.out.getvalue()
     assert read_attempt(lab.path("fault/seed_0")) == {"state": "queued", "executor": "slurm"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"gpus_per_node": 1}, True),
+        ({"additional_parameters": {"gres": "gpu:a100:2"}}, True),
+        ({"additional_parameters": {"tres-per-task": "gres/gpu:1"}}, True),
+        ({"gpus_per_node": 0}, False),
+        ({"partition": "nogpu", "account": "gpu_team", "additional_parameters": {"gres": "ssd:1"}}, False),
+    ],
+)
+def test_a_job_with_a_gpu_is_one_that_asks_for_it(parameters: dict[str, Any], expected: bool) -> None:
+    assert asks_for_gpu(parameters) == expected
+
+
+def test_the_command_lines_jobs_outweigh_the_files(lab: Lab) -> None:
+    options = Namespace(executor="slurm", jobs=3, slurm={"time": 90, "array_parallelism": 16})
+    executor = make_executor(options, JobQueue(lab.path("")))
+    assert isinstance(executor, SubmititExecutor) and executor.parameters["array_parallelism"] == 3
 
 
 def test_runs_with_a_job_are_not_submitted_again(lab: Lab) -> None:

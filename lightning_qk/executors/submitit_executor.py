@@ -72,8 +72,8 @@ class SubmititExecutor:
         alive = self.queue.alive()
         if not runs:
             return f"{len(alive)} queued or running already"
-        gpu = "gpu" in json.dumps(self.parameters)  # gpus_per_node, gres: gpu:1 and so on; this machine may have none
-        jobs = [Job(run.path, launcher(run), {} if gpu else ONE_THREAD) for run in runs]
+        threads = {} if asks_for_gpu(self.parameters) else ONE_THREAD
+        jobs = [Job(run.path, launcher(run), threads) for run in runs]
         for run in runs:
             note_attempt(run.path, state="queued", executor=self.name)
         name = self.queue.add(self.name, [run.name for run in runs], alive)
@@ -113,6 +113,14 @@ class SubmititExecutor:
 
     def farewell(self) -> str:
         return f"their jobs go on; to end them: {self.queue.cancel_commands()}; the same command watches them again"
+
+
+def asks_for_gpu(parameters: Mapping[str, Any]) -> bool:
+    """Whether jobs have a GPU, by what they ask for: this machine may have none, and a partition is but a name."""
+    asked = {**parameters, **parameters.get("additional_parameters", {})}
+    counts = [value for key, value in asked.items() if "gpu" in key]  # gpus_per_node and so on
+    lists = [str(value) for key, value in asked.items() if "gres" in key or "tres" in key]
+    return any(counts) or any("gpu" in text for text in lists)
 
 
 @contextmanager
