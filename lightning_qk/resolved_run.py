@@ -19,13 +19,13 @@ class ResolvedRun:
 
     Attributes:
         run_dir: its directory.
-        uses_gpu: whether it may run on a GPU: the accelerator is not the CPU and there is a GPU.
+        gpus: how many it uses: none where the accelerator is the CPU or there is no GPU.
         deciding: all that decides the run's numbers, as YAML.
         named: the same with the names of experiment and arm.
     """
 
     run_dir: Path
-    uses_gpu: bool
+    gpus: int
     deciding: str = dataclasses.field(repr=False)
     named: str = dataclasses.field(repr=False)
 
@@ -40,12 +40,12 @@ class ResolvedRun:
         if isinstance(seed, bool) or seed is None:
             raise ValueError(f"seed_everything={seed}: give a number, the run's directory and its data depend on it.")
         run_dir = Path(run.root) / run.experiment / run.arm / f"seed_{seed}"
-        uses_gpu = options.trainer.accelerator != "cpu" and torch.cuda.is_available()
+        there = torch.cuda.device_count() if options.trainer.accelerator != "cpu" else 0
         plain = _deciding(_plain(options.as_dict()))
         named = _as_yaml(plain)
         for key in ("experiment", "arm"):
             del plain["run"][key]
-        return cls(run_dir, uses_gpu, _as_yaml(plain), named)
+        return cls(run_dir, _devices(options.trainer.devices, there), _as_yaml(plain), named)
 
     @property
     def config_hash(self) -> str:
@@ -63,7 +63,17 @@ class ResolvedRun:
             return re.sub(r"^seed_everything: .*$", f"seed_everything: {seed}", text, flags=re.MULTILINE)
 
         run_dir = self.run_dir.with_name(f"seed_{seed}")
-        return ResolvedRun(run_dir, self.uses_gpu, other(self.deciding), other(self.named))
+        return ResolvedRun(run_dir, self.gpus, other(self.deciding), other(self.named))
+
+
+def _devices(devices: Any, there: int) -> int:
+    """How many GPUs Lightning's ``trainer.devices`` asks for: a number, a list of them, or all (-1, auto)."""
+    if not there:
+        return 0
+    text = str(devices)
+    if isinstance(devices, list | tuple) or "," in text:
+        return len(devices) if isinstance(devices, list | tuple) else len([part for part in text.split(",") if part])
+    return there if text in ("-1", "auto") else int(text)
 
 
 def resume_hash(options: Namespace) -> str:

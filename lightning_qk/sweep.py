@@ -66,7 +66,7 @@ class Resolved(Protocol):
     def run_dir(self) -> Path: ...
 
     @property
-    def uses_gpu(self) -> bool: ...
+    def gpus(self) -> int: ...
 
     def is_of(self, config_hash: str) -> bool: ...
 
@@ -225,8 +225,7 @@ class Sweep:
             )
         new = [run for run in todo if run.name not in alive]
         self.manifest.write(self.experiment, self.executor.name, {run.name: self.launcher(run) for run in new}, hashes)
-        uses_gpu = any(self.resolved(run).uses_gpu for run in self.runs)
-        how = self.executor.submit(new, self.launcher, uses_gpu)
+        how = self.executor.submit(new, self.launcher, max(self.resolved(run).gpus for run in self.runs))
         self.display.begin(len(self.runs), sum(is_done(run.path) for run in self.runs), how)
         return todo
 

@@ -91,7 +91,7 @@ FAKE_FIT = textwrap.dedent(
 class Resolved:
     config_hash: str = "hash"
     run_dir: Path = Path()
-    uses_gpu: bool = False
+    gpus: int = 0
     by_seed: Mapping[int, str] = field(default_factory=dict)
 
     def is_of(self, config_hash: str) -> bool:

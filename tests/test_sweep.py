@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from sweep_lab import Lab, Resolved, alive, verdict, wait_until
 
+from lightning_qk import resolved_run
 from lightning_qk import sweep as sweep_module
 from lightning_qk.executors import local
 from lightning_qk.executors.local import LocalPool
@@ -60,13 +61,33 @@ def test_environment_of_a_run(lab: Lab, gpus: list[str], monkeypatch: pytest.Mon
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     lab.how["fp32/seed_0"] = "env"
-    resolve = lambda args: Resolved(uses_gpu=bool(gpus))  # noqa: E731
+    resolve = lambda args: Resolved(gpus=len(gpus) // 2)  # noqa: E731
     sweep = lab.sweep(resolve=resolve, experiment=lab.experiment((0,)), only=["fp32"])
     assert sweep.run() == 0
     assert sweep.executor.jobs == (2 if gpus else local._cores())
     env = json.loads(lab.path("board/fp32-seed_0.env").read_text())
     assert env["CUDA_VISIBLE_DEVICES"] == ("2" if gpus else None)
     assert env["OMP_NUM_THREADS"] == env["LIGHTNING_QK_THREADS"] == (None if gpus else "1")
+
+
+@pytest.mark.parametrize(
+    ("each", "expected"), [(1, ["0", "1", "2", "3", "4"]), (2, ["0,1", "2,3"]), (5, ["0,1,2,3,4"])]
+)
+def test_a_run_of_several_gpus_has_them_to_itself(
+    lab: Lab, each: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_gpus", lambda: ["0", "1", "2", "3", "4"])
+    pool = local.LocalPool()
+    assert pool.submit([], lambda run: [], each) == f"{len(expected)} at a time" and pool.gpus == expected
+    with pytest.raises(SweepError, match="trainer.devices: 6, but this machine has 5 GPUs; lower it, or use executor"):
+        pool.submit([], lambda run: [], 6)
+
+
+@pytest.mark.parametrize(
+    ("devices", "there", "expected"), [(1, 4, 1), ("2", 4, 2), ([0, 3], 4, 2), ("0,1,2", 4, 3), (-1, 4, 4), (8, 0, 0)]
+)
+def test_gpus_that_devices_asks_for(devices: object, there: int, expected: int) -> None:
+    assert resolved_run._devices(devices, there) == expected
 
 
 def test_done_runs_are_not_run_again_and_failed_ones_are(lab: Lab) -> None:

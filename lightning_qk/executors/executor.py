@@ -25,8 +25,8 @@ class Executor(Protocol):
     def plan(self, runs: Sequence[Run]) -> list[str]:
         """What a dry run tells besides the commands."""
 
-    def submit(self, runs: Sequence[Run], launcher: Launcher, uses_gpu: bool) -> str:
-        """Take runs over; says in a few words how they are run."""
+    def submit(self, runs: Sequence[Run], launcher: Launcher, gpus: int) -> str:
+        """Take runs over, each with so many GPUs at most; says in a few words how they are run."""
 
     def wait(self, runs: Sequence[Run], display: Display, interrupts: Interrupts) -> tuple[int, list[str]]:
         """Follow runs until they end or the user interrupts; returns how many failed and the names of those left."""

@@ -26,7 +26,7 @@ class LocalPool:
     """Runs that end with the sweep.
 
     Args:
-        jobs: Runs at a time; by default one a GPU, or one a CPU core where no run uses one.
+        jobs: Runs at a time; by default as many as there are GPUs for, or one a CPU core where no run uses one.
     """
 
     name = "local"
@@ -36,15 +36,20 @@ class LocalPool:
         if jobs is not None and jobs < 1:
             raise SweepError(f"jobs: {jobs} must be at least 1")
         self.jobs = jobs or 0
-        self.gpus: list[str] = []
+        self.gpus: list[str] = []  # of one run at a time each
         self._launcher: Launcher = lambda run: []
 
     def plan(self, runs: Sequence[Run]) -> list[str]:
         return []
 
-    def submit(self, runs: Sequence[Run], launcher: Launcher, uses_gpu: bool) -> str:
+    def submit(self, runs: Sequence[Run], launcher: Launcher, gpus: int) -> str:
         self._launcher = launcher
-        self.gpus = _gpus() if uses_gpu else []  # a run on the CPU needs no GPU's turn
+        there = _gpus() if gpus else []  # a run on the CPU needs no GPU's turn
+        if gpus > len(there):
+            raise SweepError(
+                f"trainer.devices: {gpus}, but this machine has {len(there)} GPUs; lower it, or use executor: slurm"
+            )
+        self.gpus = [",".join(there[first : first + gpus]) for first in range(0, len(there) - gpus + 1, gpus or 1)]
         self.jobs = self.jobs or len(self.gpus) or _cores()
         for run in runs:
             note_attempt(run.path, state="queued", executor=self.name)

@@ -68,7 +68,7 @@ class SubmititExecutor:
         text = _make_sbatch_string("", folder, f"{self.queue.directory.name}-ID", map_count=count, **self.parameters)
         return [line for line in text.splitlines() if line.startswith("#SBATCH")] + self.parameters.get("setup", [])
 
-    def submit(self, runs: Sequence[Run], launcher: Launcher, uses_gpu: bool) -> str:
+    def submit(self, runs: Sequence[Run], launcher: Launcher, gpus: int) -> str:
         alive = self.queue.alive()
         if not runs:
             return f"{len(alive)} queued or running already"
