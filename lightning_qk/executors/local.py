@@ -49,7 +49,8 @@ class LocalPool:
             raise SweepError(
                 f"trainer.devices: {gpus}, but this machine has {len(there)} GPUs; lower it, or use executor: slurm"
             )
-        self.gpus = [",".join(there[first : first + gpus]) for first in range(0, len(there) - gpus + 1, gpus or 1)]
+        groups = len(there) // gpus if gpus else 0
+        self.gpus = [",".join(there[gpus * group : gpus * (group + 1)]) for group in range(groups)]
         self.jobs = self.jobs or len(self.gpus) or _cores()
         for run in runs:
             note_attempt(run.path, state="queued", executor=self.name)
