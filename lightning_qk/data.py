@@ -315,7 +315,7 @@ class HubText(TokenFile):
         files: Local files or globs, in place of ``dataset``. A .txt is one document, a .jsonl has one a line, a
             .parquet one a row.
         out_dir: Where the token files are put.
-        num_proc: Tokenizing processes. None is one per core. The tokens do not depend on it.
+        num_proc: Tokenizing processes. None is one per core that this process may use. The tokens do not depend on it.
         val_fraction: The share of documents held out for validation, chosen by a hash of their number.
         tokenizer: ``gpt2`` (needs its BPE once from the internet or tiktoken's cache), or ``bytes`` (UTF-8).
         batch_size: Sequences per rank per micro-batch.
@@ -362,7 +362,7 @@ class HubText(TokenFile):
         self.text_column = text_column
         self.text_files = files
         self.out_dir = Path(out_dir)
-        self.num_proc = num_proc or os.cpu_count() or 1
+        self.num_proc = num_proc or _cores()
         self.val_fraction = val_fraction
         self.tokenizer = tokenizer
 
@@ -375,3 +375,8 @@ class HubText(TokenFile):
             return FileDocuments(self.text_files, self.text_column)
         assert self.dataset is not None
         return HubDocuments(self.dataset, self.config_name, self.revision, self.split, self.text_column)
+
+
+def _cores() -> int:
+    """The cores that this process may use: in a SLURM job not all of the node."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
