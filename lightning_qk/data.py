@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from lightning_qk.cores import usable_cores
 from lightning_qk.counted_loader import Batch, CountedLoader
 from lightning_qk.documents import Documents, FileDocuments, HubDocuments
 from lightning_qk.hub_text import VOCAB_SIZES, counter_hash, prepare
@@ -315,7 +316,7 @@ class HubText(TokenFile):
         files: Local files or globs, in place of ``dataset``. A .txt is one document, a .jsonl has one a line, a
             .parquet one a row.
         out_dir: Where the token files are put.
-        num_proc: Tokenizing processes. None is one per core. The tokens do not depend on it.
+        num_proc: Tokenizing processes. None is one per core that this process may use. The tokens do not depend on it.
         val_fraction: The share of documents held out for validation, chosen by a hash of their number.
         tokenizer: ``gpt2`` (needs its BPE once from the internet or tiktoken's cache), or ``bytes`` (UTF-8).
         batch_size: Sequences per rank per micro-batch.
@@ -362,7 +363,7 @@ class HubText(TokenFile):
         self.text_column = text_column
         self.text_files = files
         self.out_dir = Path(out_dir)
-        self.num_proc = num_proc or os.cpu_count() or 1
+        self.num_proc = num_proc or usable_cores()
         self.val_fraction = val_fraction
         self.tokenizer = tokenizer
 

@@ -23,6 +23,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 Files = str | list[str]
+Grid = dict[str, list[Any] | dict[str, dict[str, Any]]]
 ForksOptions = TypedDict(
     "ForksOptions", {"from": str, "steps": list[int], "before": list[int], "arms": dict[str, Files]}, total=False
 )
@@ -34,6 +35,7 @@ SizeOptions = TypedDict(  # noqa: UP013
         "overrides": dict[str, Any],
         "arms": dict[str, Files],
         "arm_overrides": dict[str, dict[str, Any]],
+        "grid": Grid,
         "forks": ForksOptions,
     },
     total=False,
@@ -170,7 +172,7 @@ def sweep_parser(description: str) -> ArgumentParser:
         "--sizes",
         type=dict[str, SizeOptions],
         default={},
-        help="size to its base, overrides, arms, arm_overrides and forks",
+        help="size to its base, overrides, arms (more, or other files), arm_overrides, forks and a grid of its own",
     )
     parser.add_argument("--size", type=str | None, default=None, help="one of the sizes; default: the first")
     parser.add_argument("--arms", type=dict[str, Files], default={}, help="arm to its overlay file or files")
@@ -179,7 +181,7 @@ def sweep_parser(description: str) -> ArgumentParser:
     parser.add_argument("--arm_overrides", type=dict[str, dict[str, Any]], default={}, help="arm to its dotted keys")
     parser.add_argument(
         "--grid",
-        type=dict[str, list[Any] | dict[str, dict[str, Any]]],
+        type=Grid,
         default={},
         help="for every arm: dotted key to values, or a name to named points that are dotted keys each",
     )
@@ -234,21 +236,22 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
         raise SweepError(f"name: missing in {options.config[0]}; it names the directory of the runs")
     here = Path(str(options.config[0].absolute)).parent
     size, suffix = _pick_size(options.sizes, options.size)
-    if wrong := [arm for arm in size.get("arms", {}) if arm not in options.arms]:
-        raise SweepError(f"sizes: arms has {wrong[0]!r}, but a size only replaces the files of an arm that there is")
-    sized = size.get("arm_overrides", {})
-    arm_overrides = {arm: {**sized.get(arm, {}), **options.arm_overrides.get(arm, {})} for arm in options.arms}
-    arm_overrides |= {arm: {} for arm in (*sized, *options.arm_overrides) if arm not in arm_overrides}
-    arms, arm_overrides, bases = expand_grid({**options.arms, **size.get("arms", {})}, arm_overrides, options.grid)
+    listed: dict[str, Files] = {**options.arms, **size.get("arms", {})}
+    grid: Grid = size.get("grid", options.grid)
+    if "grid" in size and any(arg.startswith("--grid") for arg in args):
+        raise SweepError("--grid: the size has a grid of its own, which would replace it; change that in the YAML")
+    arm_overrides = dict(size.get("arm_overrides", {}))
+    arm_overrides |= {arm: {**arm_overrides.get(arm, {}), **own} for arm, own in options.arm_overrides.items()}
+    arms, arm_overrides, bases = expand_grid(listed, arm_overrides, grid)
     own_forks: Mapping[str, Any] = size.get("forks", {})
     replaced = {"steps", "before"} if {"steps", "before"} & set(own_forks) else set()
     stated = {key: value for key, value in options.forks.items() if key not in replaced} | dict(own_forks)
-    forked, forks = expand_forks(stated, options.arms, options.grid)
+    forked, forks = expand_forks(stated, listed, grid)
     for arm, fork in forks.items():  # the other arm, with more files on top
         arms[arm] = [*_listed(arms[fork.arm]), *_listed(stated["arms"][forked[arm]])]
         arm_overrides[arm] = arm_overrides[fork.arm]
-    keys, reference, against = grid_keys(options.grid), options.report.reference, options.report.against
-    named, of_grid = [*options.arms, *forks], (bases | {fork: fork for fork in forks}, bool(options.grid))
+    keys, reference, against = grid_keys(grid), options.report.reference, options.report.against
+    named, of_grid = [*listed, *forks], (bases | {fork: fork for fork in forks}, bool(grid))
     twins = pick_references("report.reference", reference, named, *of_grid)
     if isinstance(against, str):
         against = {"*": against}
@@ -264,7 +267,7 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
         twins=twins,
         against=pick_references("report.against", against, named, *of_grid),
         points={arm: {k: v for k, v in arm_overrides[arm].items() if k in keys} for arm in bases if keys},
-        extrapolate=_extrapolation(options.report.extrapolate, options.grid),
+        extrapolate=_extrapolation(options.report.extrapolate, grid),
         forks=forks,
         scaling_law=options.report.scaling_law,
     )
@@ -291,7 +294,7 @@ def _parsed(args: list[str], parser: ArgumentParser) -> Namespace:
     return options
 
 
-def _extrapolation(wanted: Namespace | None, grid: Mapping[str, list[Any]]) -> dict[str, Any] | None:
+def _extrapolation(wanted: Namespace | None, grid: Grid) -> dict[str, Any] | None:
     """What the report is told of an extrapolation.
 
     Raises:

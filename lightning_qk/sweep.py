@@ -7,6 +7,7 @@ The experiment's YAML is the configuration of the sweep:
     sizes:                                    # --size paper; the first is the default
       proxy: {base: ../proxy.yaml}
       paper: {base: [../gpt2_small.yaml, ../hardware/gpu.yaml], overrides: {trainer.devices: 8}}
+      # ... and arms, arm_overrides, forks and a grid of its own
     arms: {fp32: ../arms/fp32.yaml, fault: [../arms/fault.yaml]}
     seeds: [0, 1]
     overrides: {trainer.max_steps: 1500}      # given to every run

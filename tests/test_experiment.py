@@ -238,6 +238,30 @@ def test_sizes_lie_between_the_base_and_the_arm(config: Path, tmp_path: Path) ->
         assert experiment.arm_overrides["fp32"] == ({"a.b": 1} if name == "demo_large" else {})
 
 
+def test_a_size_has_arms_and_a_grid_of_its_own(config: Path) -> None:
+    own = """sizes:
+  proxy: {arms: {few: ../arms/fault.yaml}}
+  paper: {arms: {many: ../arms/guard.yaml}, arm_overrides: {many: {a.b: 1}}, grid: {model.lr: [0.1, 0.2]}}
+  bare: {grid: {}}"""
+    config.write_text(YAML + f"{own}\ngrid: {{model.lr: [0.01]}}\n")
+    for size, arms in (
+        ("proxy", ["fp32-lr_0.01", "guard-lr_0.01", "few-lr_0.01"]),
+        ("paper", [f"{arm}-lr_{lr}" for arm in ("fp32", "guard", "many") for lr in (0.1, 0.2)]),
+        ("bare", ["fp32", "guard"]),
+    ):
+        assert list(parse_sweep(["-c", str(config), "--size", size], "")[1].arms) == arms
+    _, experiment = parse_sweep(["-c", str(config), "--size", "paper"], "")
+    assert [path.stem for path in experiment.arms["many-lr_0.2"]] == ["guard"]
+    assert experiment.arm_overrides["many-lr_0.2"] == {"a.b": 1, "model.lr": 0.2}
+    assert (experiment.points["many-lr_0.2"], experiment.twins["many-lr_0.2"]) == ({"model.lr": 0.2}, "fp32-lr_0.2")
+
+
+def test_a_grid_that_a_size_would_replace_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.write_text(YAML + "sizes: {paper: {grid: {model.lr: [0.1]}}}")
+    assert main(["-c", str(config), '--grid={"model.lr": [0.2]}']) == 2
+    assert "--grid: the size has a grid of its own" in capsys.readouterr().err
+
+
 def test_named_points_may_set_different_keys(config: Path) -> None:
     config.write_text(YAML + "grid: {size: {small: {model.lr: 0.01}, large: {model.lr: 0.02, model.bias: true}}}")
     _, experiment = parse_sweep(["-c", str(config)], "")
@@ -289,7 +313,7 @@ def test_dry_run_from_the_command_line(config: Path, tmp_path: Path, capsys: pyt
         (("name: demo", "name: demo\nsize: large"), "size: 'large' is not a size; this experiment has none"),
         (("name: demo", f"name: demo\nsize: huge\n{SIZES}"), "size: 'huge' is not a size; the sizes are small, large"),
         (("name: demo", "name: demo\nsizes: {small: {bases: x}}"), "sizes: 'bases' is not one of its keys. See --help"),
-        (("name: demo", "name: demo\nsizes: {small: {arms: {gaurd: x}}}"), "sizes: arms has 'gaurd'"),
+        (("name: demo", "name: demo\nsizes: {small: {arms: {gaurd: x}}}"), "arm gaurd: no such file"),
         (("reference: fp32", "reference: fp23"), "report.reference: 'fp23' is not an arm"),
         (("reference: fp32", "refrence: fp32"), "refrence"),
         (("name: demo", "name: ["), "demo.yaml"),

@@ -51,6 +51,15 @@ def test_a_size_has_steps_of_its_own(tmp_path: Path) -> None:
     assert dict(experiment.forks) == {f"{arm}-before_100": Fork("fp8", before=100) for arm in ("bump", "none")}
 
 
+def test_a_size_forks_an_arm_of_its_own(tmp_path: Path) -> None:
+    size = {"arms": {"fp6": "fp8.yaml"}, "forks": {"from": "fp6", "steps": [3]}}
+    path = write_experiment(tmp_path, sizes={"paper": size, "wide": {"grid": {"a.b": [1]}}})
+    _, experiment = parse_sweep(["-c", str(path), "--size", "paper"], "")
+    assert dict(experiment.forks) == {f"{arm}-step_3": Fork("fp6", 3) for arm in ("bump", "none")}
+    with pytest.raises(SweepError, match="forks or a grid, not both"):
+        parse_sweep(["-c", str(path), "--size", "wide"], "")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -18,6 +18,7 @@ from sweep_lab import Lab, Resolved, alive, verdict, wait_until
 
 from lightning_qk import resolved_run
 from lightning_qk import sweep as sweep_module
+from lightning_qk.cores import usable_cores
 from lightning_qk.executors import local
 from lightning_qk.executors.local import LocalPool
 from lightning_qk.experiment import Experiment, SweepError
@@ -64,7 +65,7 @@ def test_environment_of_a_run(lab: Lab, gpus: list[str], monkeypatch: pytest.Mon
     resolve = lambda args: Resolved(gpus=len(gpus) // 2)  # noqa: E731
     sweep = lab.sweep(resolve=resolve, experiment=lab.experiment((0,)), only=["fp32"])
     assert sweep.run() == 0
-    assert sweep.executor.jobs == (2 if gpus else local._cores())
+    assert sweep.executor.jobs == (2 if gpus else usable_cores())
     env = json.loads(lab.path("board/fp32-seed_0.env").read_text())
     assert env["CUDA_VISIBLE_DEVICES"] == ("2" if gpus else None)
     assert env["OMP_NUM_THREADS"] == env["LIGHTNING_QK_THREADS"] == (None if gpus else "1")

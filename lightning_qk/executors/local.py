@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_qk.cores import usable_cores
 from lightning_qk.executors.attempt import ONE_THREAD, POLL_S, Attempt, note_attempt, stop
 from lightning_qk.executors.executor import Launcher
 from lightning_qk.executors.interrupts import Interrupts
@@ -51,7 +52,7 @@ class LocalPool:
             )
         groups = len(there) // gpus if gpus else 0
         self.gpus = [",".join(there[gpus * group : gpus * (group + 1)]) for group in range(groups)]
-        self.jobs = self.jobs or len(self.gpus) or _cores()
+        self.jobs = self.jobs or len(self.gpus) or usable_cores()
         for run in runs:
             note_attempt(run.path, state="queued", executor=self.name)
         return f"{self.jobs} at a time"
@@ -93,7 +94,3 @@ def _gpus() -> list[str]:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
