@@ -86,7 +86,9 @@ class SpectralMonitor(Callback):
         if trainer.world_size > 1:
             torch.distributed.all_reduce(self._max_logit_L, op=torch.distributed.ReduceOp.MAX)
         logits_L, self._max_logit_L = self._max_logit_L, None
-        largest = logits_L.max() if self._unread_logit is None else torch.maximum(self._unread_logit, logits_L.max())
+        largest = logits_L.max()
+        if self._unread_logit is not None:
+            largest = torch.maximum(self._unread_logit.to(largest.device), largest)  # a checkpoint's is on the CPU
         self._unread_logit = largest
         if trainer.global_step % self.every_n_steps and trainer.global_step != 1:
             return

@@ -96,7 +96,7 @@ def test_the_saved_configuration_repeats_the_run(finished: Path, tokens: dict[st
 def test_tags_and_steps(finished: Path) -> None:
     found = read_scalars(run_dir(finished))
     tags = {
-        *("loss/train", "loss/val", "grad/norm", "grad/clip_coef", "tokens", "collapse/excess", "epoch"),
+        *("loss/train", "loss/val", "grad/norm", "grad/clip_coef", "tokens", "collapse/excess", "epoch", "logit/peak"),
         *(f"{name}{layer}" for name in ("sigma/q", "sigma/k", "logit/max") for layer in ("", "/layer_00", "/layer_01")),
     }
     assert set(found) >= tags
