@@ -103,7 +103,7 @@ def test_preempted_requeued_and_timed_out_runs_are_the_uninterrupted_ones(desk: 
     assert "4 submitted as slurm job " in desk.sweep("--detach")
     wait_until(lambda: desk.paused() == 4, MINUTES)
     table = [line.split()[:2] for line in desk.sweep("--status").splitlines()]
-    assert [row for row in table if row][4:8] == [["running", "to"], ["fp32", "2"], ["fault", "2"], ["total", "4"]]
+    assert [row for row in table if row][4:8] == [["running", "run"], ["fp32", "2"], ["fault", "2"], ["total", "4"]]
     watching = desk.start()
 
     desk.slurm("sbatch --partition high --ntasks 1 --output /dev/null --wrap true")
