@@ -9,16 +9,18 @@ six operands, and how, is the :class:`~lightning_qk.mx_policy.MXPolicy`'s to say
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
 from kernels import random_hadamard
-from kernels.scaled_products import ScaledOperand, native_obstacle, native_product
+from kernels.scaled_products import ScaledOperand, native_obstacle, native_product, shape_obstacle
 from lightning_qk.mx_policy import MXPolicy
 from lightning_qk.operand_format import NVFP4, OperandFormat
 
@@ -131,9 +133,18 @@ def _product(
         assert fmt is not None
         block = _NVFP4_BLOCK if fmt.fmt == NVFP4 else fmt.block or 32
         a, b = a.transformed(block, b.seed), b.transformed(block, b.seed)  # the same signs, so the product stays
-    if native and a.fmt and b.fmt and native_obstacle(a.scaled(), b.scaled()) is None:
-        return native_product(a.scaled(), b.scaled())
+    if native and a.fmt and b.fmt:
+        obstacle = native_obstacle(a.scaled(), b.scaled())
+        if obstacle is None:
+            return native_product(a.scaled(), b.scaled())
+        if obstacle == shape_obstacle(a.scaled(), b.scaled()):  # other obstacles are the whole run's, which has told
+            _tell_once(obstacle)
     return multiply(a.quantised(), b.quantised())
+
+
+@functools.cache
+def _tell_once(obstacle: str) -> None:
+    rank_zero_info(f"MX products: emulated in some layers ({obstacle})")
 
 
 class _Products(torch.autograd.Function):
