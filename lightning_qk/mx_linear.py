@@ -124,14 +124,18 @@ class _Operand(NamedTuple):
         return ScaledOperand(self.x, self.axis, **dataclasses.asdict(self.fmt), seed=self.seed)
 
 
+def hadamard_block(a: OperandFormat | None, b: OperandFormat | None) -> int | None:
+    """Length of the blocks that a product's operands are transformed in; None where neither is quantised."""
+    fmt = a or b
+    return None if fmt is None else _NVFP4_BLOCK if fmt.fmt == NVFP4 else fmt.block or 32
+
+
 def _product(
     a: _Operand, b: _Operand, multiply: Callable[[Tensor, Tensor], Tensor], hadamard: bool, native: bool
 ) -> Tensor:
     """``multiply`` of the quantised operands; the hardware's own scaled product where it is wanted and there is one."""
-    if hadamard and (a.fmt or b.fmt):
-        fmt = a.fmt or b.fmt
-        assert fmt is not None
-        block = _NVFP4_BLOCK if fmt.fmt == NVFP4 else fmt.block or 32
+    block = hadamard_block(a.fmt, b.fmt) if hadamard else None
+    if block is not None:
         a, b = a.transformed(block, b.seed), b.transformed(block, b.seed)  # the same signs, so the product stays
     if native and a.fmt and b.fmt:
         obstacle = native_obstacle(a.scaled(), b.scaled())

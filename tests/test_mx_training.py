@@ -63,6 +63,9 @@ class TestOptions:
             ({"operands": {"x": "mxfp5"}}, "mxfp5"),
             ({"preset": "fp32", "operands": {"x": {"scale": "ceil"}}}, "operands.x.fmt is missing"),
             ({"hadamard": "some"}, "hadamard='some'"),
+            ({"hadamard": "weight_gradient", "block": 24}, "hadamard='weight_gradient' needs blocks of a power of two"),
+            ({"preset": "nvfp4", "scale": "rceil"}, "scale='rceil' and block=32 are none of fmt='nvfp4'"),
+            ({"preset": "nvfp4", "changes": ["bump"]}, "the change bump too"),
             ({"ln_affine": "fp8"}, "ln_affine='fp8'"),
             ({"base": "fp16"}, "base='fp16'"),
         ],
@@ -84,6 +87,12 @@ class TestScope:
         assert norms and all(isinstance(part, MXLayerNorm) for part in norms)
         assert all(part.arithmetic is not None for part in model.modules() if isinstance(part, Activation))
         assert model.state_dict().keys() == module().state_dict().keys()
+
+    def test_a_hadamard_transform_that_a_layer_has_no_blocks_for_is_refused_before_the_first_step(self) -> None:
+        with pytest.raises(ValueError, match=r"up_proj has in_features=16, no multiple of the block of 32\. Leave"):
+            MXTraining(route="mlp", hadamard="all").convert_module(module())
+        MXTraining(route="mlp", hadamard="weight_gradient").convert_module(module())
+        MXTraining("nvfp4", route="mlp", hadamard="all").convert_module(module())
 
     def test_a_second_conversion_changes_nothing(self) -> None:
         model, plugin = module(), MXTraining(head=True)

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from kernels.scaled_products import device_obstacle, format_obstacle
-from lightning_qk.mx_linear import MXLinear
+from lightning_qk.mx_linear import MXLinear, hadamard_block
 from lightning_qk.mx_policy import MXPolicy
 from lightning_qk.mx_vector import MXLayerNorm, VectorOperation
 from lightning_qk.operand_format import OperandFormat
@@ -57,12 +57,13 @@ class MatmulFormats:
         """Gives the layers their arithmetic, in place; idempotent.
 
         Raises:
-            ValueError: the model has no such route, layer or head.
+            ValueError: the model has no such route, layer or head, or a layer's sides no Hadamard transform.
         """
         linears = route_linears(module, self.route, self.layers)
         if self.head:
             linears |= head_linear(module)
         for name, linear in linears.items():
+            _check_hadamard(self.policy, name, linear)
             MXLinear.take_over(linear, switch, stream=_stream(name), arithmetic=self)
         for name, part in module.named_modules():
             if isinstance(part, VectorOperation):
@@ -116,6 +117,19 @@ class MatmulFormats:
     def verdict_fields(self) -> dict[str, Any]:
         """What the run's verdict takes from here."""
         return {"mx_products": self.products}
+
+
+def _check_hadamard(policy: MXPolicy, name: str, linear: nn.Linear) -> None:
+    """Of the axes that a layer's shape tells; the number of tokens is the batch's."""
+    if policy.hadamard != "all":
+        return
+    for side, a, b in (("in", policy.x, policy.w), ("out", policy.dy_dgrad, policy.w_dgrad)):
+        block, length = hadamard_block(a, b), getattr(linear, f"{side}_features")
+        if block is not None and length % block:
+            raise ValueError(
+                f"hadamard: 'all': {name} has {side}_features={length}, no multiple of the block of {block}. Leave the "
+                "layer out by route, layers or head, or set hadamard to weight_gradient."
+            )
 
 
 def _stream(name: str) -> int:
