@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from student import fit_student, mx, student
@@ -87,6 +88,29 @@ class TestAttribution:
         fit_student(tmp_path, [monitor], mx("fp32"), max_steps=2)
         assert monitor._last == {}
         assert monitor.verdict_fields()["warnings"]["attribution/zeta/mlp"]["last"] is None
+
+    @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+    def test_a_clean_gradient_of_zero_or_none_does_not_end_training(self, tmp_path: Path, value: float) -> None:
+        """Of one weight, at the second of three steps; the other's readings are finite and must not hide it."""
+
+        class Spoil(Callback):
+            def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+                clean = trainer.precision_plugin.clean._accumulated  # type: ignore[attr-defined]
+                first = next(iter(route_parameters(pl_module, "mlp").values()))
+                if trainer.global_step == 1 and first in clean:
+                    clean[first].fill_(value)
+
+        seen: list[dict[str, float]] = []
+
+        class Readings(OperandAttribution):
+            def read(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+                seen.append(dict(super().read(trainer, pl_module)))
+                return seen[-1]
+
+        fit_student(tmp_path, [Readings(causes=["x"], every_n_steps=1), Spoil()], mx("mxfp8_e4m3"), max_steps=3)
+        assert all(math.isfinite(one) for reading in seen[::2] for one in reading.values())
+        for name in ("zeta_op", "spectral"):
+            assert seen[1][name] == math.inf if value == 0 else math.isnan(seen[1][name]), name
 
     def test_on_a_gpt(self, tmp_path: Path) -> None:
         monitor = OperandAttribution("qk", causes=["x", "w", "dy"], every_n_steps=1)
