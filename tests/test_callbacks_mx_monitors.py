@@ -96,9 +96,9 @@ class TestAttribution:
         class Spoil(Callback):
             def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
                 clean = trainer.precision_plugin.clean._accumulated  # type: ignore[attr-defined]
-                first = next(iter(route_parameters(pl_module, "mlp").values()))
-                if trainer.global_step == 1 and first in clean:
-                    clean[first].fill_(value)
+                *_, last = route_parameters(pl_module, "mlp").values()
+                if trainer.global_step == 1 and last in clean:
+                    clean[last].fill_(value)
 
         seen: list[dict[str, float]] = []
 
