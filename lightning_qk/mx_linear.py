@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -148,6 +147,8 @@ def _product(
 
 @functools.cache
 def _tell_once(obstacle: str) -> None:
+    from lightning.pytorch.utilities import rank_zero_info  # here: a model without Lightning needs none of it
+
     rank_zero_info(f"MX products: emulated in some layers ({obstacle})")
 
 
