@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks.clean_gradient import CleanGradientCallback
 from callbacks.early_warning import EarlyWarning, Limit
 from lightning_qk.module import full
+from lightning_qk.routes import route_parameters
 
 
 class BiasMonitor(EarlyWarning, CleanGradientCallback):
@@ -40,7 +41,8 @@ class BiasMonitor(EarlyWarning, CleanGradientCallback):
 
     They are taken before callbacks edit the gradient, wherever these stand in ``trainer.callbacks``: it is the error of
     the plugin's faults, not one that ErrorShaping makes or RouteSplice takes away, and before clipping. A gradient that
-    is not finite reads NaN and does not enter ``coherence``.
+    is not finite reads NaN and does not enter ``coherence``. Of a clean gradient that is zero zeta is infinite, or 0 if
+    there is no error either.
 
     A fault in the passes costs one clean pass over the batch a reading; a fault of the finished gradient a copy. Memory
     and checkpoint hold ``window`` bytes an element of the route (query and key of GPT-2 small: 227 MB). Readings are
@@ -50,7 +52,10 @@ class BiasMonitor(EarlyWarning, CleanGradientCallback):
         route: a route of :func:`lightning_qk.routes.route_parameters`.
         layers: its layers; None is all.
         window: readings of the coherence.
-        per_tensor: also log zeta of every weight of the route (``warning/zeta/<route>/<name>``).
+        per_tensor: also log zeta, cosine and projection of every weight (``warning/zeta/<route>/<name>``).
+        vectors: read the gains and biases of the whole model too, of norms and of linear layers, which are in no route;
+            readings are then ``zeta/<route>_and_vectors`` and so on. A bias that the fault leaves without a gradient is
+            left out.
         every_n_steps: see :class:`EarlyWarning`, as the next three.
         thresholds: limits by reading's name.
         patience: consecutive readings beyond a limit that make an alarm.
@@ -73,6 +78,7 @@ class BiasMonitor(EarlyWarning, CleanGradientCallback):
         layers: list[int] | None = None,
         window: int = 16,
         per_tensor: bool = False,
+        vectors: bool = False,
         every_n_steps: int = 10,
         thresholds: dict[str, float | None] | None = None,
         patience: int = 1,
@@ -82,7 +88,9 @@ class BiasMonitor(EarlyWarning, CleanGradientCallback):
         CleanGradientCallback.__init__(self, route, layers)
         if window < 1:
             raise ValueError(f"BiasMonitor: window={window} must be at least 1.")
-        self.window, self.per_tensor = window, per_tensor
+        if vectors and layers is not None:
+            raise ValueError(f"BiasMonitor: vectors are those of the whole model; leave out layers={layers}.")
+        self.window, self.per_tensor, self.vectors = window, per_tensor, vectors
         self._now: dict[str, float] = {}
         self._tensors: dict[str, float] = {}
         self._count = 0  # readings that went into the signs
@@ -92,6 +100,18 @@ class BiasMonitor(EarlyWarning, CleanGradientCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         EarlyWarning.setup(self, trainer, pl_module, stage)
         CleanGradientCallback.setup(self, trainer, pl_module, stage)
+
+    def _chosen(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        route = route_parameters(model, self.route, self.layers)
+        return {name: p for name, p in model.named_parameters() if name in route or (self.vectors and p.ndim == 1)}
+
+    @override
+    def wanted(self, pl_module: nn.Module) -> Iterable[nn.Parameter]:
+        return self._chosen(pl_module).values()
+
+    @override
+    def parameters(self, pl_module: LightningModule) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._chosen(pl_module).items() if p.grad is not None}
 
     @override
     def compare(self, pl_module: LightningModule) -> None:
@@ -112,7 +132,11 @@ class BiasMonitor(EarlyWarning, CleanGradientCallback):
         if self._count >= self.window:
             self._now["coherence"] = self._coherence() if finite else math.nan
         if self.per_tensor:
-            self._tensors = {f"{self.label('zeta')}/{name}": _ratios(row)["zeta"] for name, row in rows.items()}
+            self._tensors = {
+                f"{self.label(reading)}/{name}": value
+                for name, row in rows.items()
+                for reading, value in _ratios(row).items()
+            }
 
     def _take(self, signs: Mapping[str, Tensor]) -> None:
         """Puts one reading in place of the oldest."""
@@ -134,12 +158,13 @@ class BiasMonitor(EarlyWarning, CleanGradientCallback):
 
     @override
     def label(self, name: str) -> str:
-        return f"{name}/{self.scope}"
+        return f"{name}/{self.scope}" + "_and_vectors" * self.vectors
 
     @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(route=self.route, layers=self.layers)
+        vectors = {"vectors": True} if self.vectors else {}
+        return self._generate_state_key(route=self.route, layers=self.layers, **vectors)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -160,5 +185,16 @@ class BiasMonitor(EarlyWarning, CleanGradientCallback):
 def _ratios(moments: Tensor) -> dict[str, float]:
     """Readings from the sums of e^2, g^2, c^2, g c and e c, float64 [5]; NaN unless all are finite."""
     e_e, g_g, c_c, g_c, e_c = moments if bool(moments.isfinite().all()) else torch.full_like(moments, math.nan)
-    ratios = {"zeta": (e_e / c_c).sqrt(), "cosine": g_c / (g_g * c_c).sqrt(), "projection": e_c / c_c}
-    return {name: float(value) for name, value in ratios.items()}
+    return {
+        "zeta": math.sqrt(ratio(e_e, c_c)),
+        "cosine": float(g_c / (g_g * c_c).sqrt()),
+        "projection": ratio(e_c, c_c),
+    }
+
+
+def ratio(error: Tensor | float, clean: Tensor | float) -> float:
+    """``error / clean``: 0 where there is no error, of nothing too; infinite where there is one of nothing; or NaN."""
+    error, clean = float(error), float(clean)
+    if clean == 0 and not math.isnan(error):
+        return math.inf if error else 0.0
+    return error / clean

@@ -13,13 +13,15 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from callbacks.early_warning import EarlyWarning, Limit
-from kernels.mx_formats import FORMATS
+from kernels.mx_formats import FORMATS, SCALES
 from kernels.mx_saturation import Saturation, mx_saturation
 from lightning_qk.module import full
+from lightning_qk.mx_policy import MXPolicy
 from lightning_qk.operand_format import OperandFormat
+from lightning_qk.precision.matmul_formats import MatmulFormats
 from lightning_qk.routes import head_linear, route_linears
 
-_KINDS = ("weights", "gains", "activations")
+_KINDS = {"weights": "w", "gains": "gain", "activations": "x"}  # to the operand of a policy
 
 
 class LastBinMonitor(EarlyWarning):
@@ -37,8 +39,9 @@ class LastBinMonitor(EarlyWarning):
     Args:
         route: a route of :func:`lightning_qk.routes.route_parameters`.
         head: the output layer too.
-        fmt: format; None is that of the plugin's policy, of the operand in question or else of any, or E4M3 without.
-        scale: rule of the scale; None is the policy's, or ``floor``.
+        fmt: format; None is that of the plugin's policy at the time, of the operand in question or else of any, or E4M3
+            without.
+        scale: rule of the scale; None is the policy's at the time, or ``floor``.
         per_tensor: also log the last bin of every weight, gain and layer (``warning/last_bin/<name>``).
         every_n_steps: see :class:`EarlyWarning`, as the next three.
         thresholds: limits by reading's name.
@@ -71,7 +74,7 @@ class LastBinMonitor(EarlyWarning):
         self.route, self.head, self.fmt, self.scale, self.per_tensor = route, head, fmt, scale, per_tensor
         self._linears: dict[str, nn.Linear] = {}
         self._handles: list[RemovableHandle] = []
-        self._formats: dict[str, OperandFormat] = {}
+        self._matmul: MatmulFormats | None = None
         self._counting = False
         self._activations: dict[str, Saturation] = {}
 
@@ -80,27 +83,27 @@ class LastBinMonitor(EarlyWarning):
         self._linears = route_linears(pl_module, self.route)
         if self.head:
             self._linears |= head_linear(pl_module)
-        self._choose_formats(trainer)
+        self._matmul = getattr(trainer.precision_plugin, "matmul", None)
+        for kind in _KINDS:
+            self._format(kind)  # complains here, not in the first reading
         self._handles = [
             linear.register_forward_pre_hook(self._counter(name)) for name, linear in self._linears.items()
         ]
 
-    def _choose_formats(self, trainer: Trainer) -> None:
-        """The format of every kind: what was asked for, else the policy's of the operand, or its first, or E4M3."""
-        matmul = getattr(trainer.precision_plugin, "matmul", None)
-        policy = None if matmul is None else matmul.policy
-        for kind, field in (("weights", "w"), ("gains", "gain"), ("activations", "x")):
-            own = None if policy is None else getattr(policy, field)
-            others = [] if policy is None else [one for one in policy.operands.values() if one is not None]
-            found = own or (others[0] if others else OperandFormat("mxfp8_e4m3"))
-            fmt = self.fmt or found.fmt
-            if fmt not in FORMATS:
-                raise MisconfigurationException(
-                    f"LastBinMonitor: {fmt} has no largest number of a block; set fmt to one of {', '.join(FORMATS)}."
-                )
-            rounding = "rne" if found.rounding == "sr" else found.rounding
-            scale = self.scale or ("floor" if found.scale not in ("floor", "ceil", "even", "rceil") else found.scale)
-            self._formats[kind] = OperandFormat(fmt, scale, rounding, found.block)
+    def _format(self, kind: str) -> OperandFormat:
+        """What was asked for, else what the policy of the moment has for the operand, or its first, or E4M3."""
+        policy = MXPolicy() if self._matmul is None else self._matmul.policy
+        others = [one for one in policy.operands.values() if one is not None]
+        found: OperandFormat = getattr(policy, _KINDS[kind]) or next(iter(others), OperandFormat("mxfp8_e4m3"))
+        fmt = self.fmt or found.fmt
+        if fmt not in FORMATS:
+            raise MisconfigurationException(
+                f"LastBinMonitor: {fmt} has no largest number of a block; set fmt to one of {', '.join(FORMATS)}."
+            )
+        rounding = "rne" if found.rounding == "sr" else found.rounding
+        return OperandFormat(
+            fmt, self.scale or (found.scale if found.scale in SCALES else "floor"), rounding, found.block
+        )
 
     def _counter(self, name: str) -> Any:
         def count(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -111,7 +114,7 @@ class LastBinMonitor(EarlyWarning):
         return count
 
     def _count(self, kind: str, x: Tensor) -> Saturation:
-        one = self._formats[kind]
+        one = self._format(kind)  # now: a switch may have changed it
         return mx_saturation(x.detach().bfloat16(), one.fmt, -1, one.block, one.scale, one.rounding)
 
     @override

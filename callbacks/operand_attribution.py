@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from callbacks.bias_monitor import ratio
 from callbacks.clean_gradient import CleanGradientCallback
 from callbacks.early_warning import EarlyWarning, Limit
 from kernels import TopSingular
@@ -37,8 +39,9 @@ class OperandAttribution(EarlyWarning, CleanGradientCallback):
     ==============  ==========================================================================================
 
     Errors of different causes are nearly orthogonal while they are small, so that the squares of ``zeta_<cause>`` add
-    up to about that of ``zeta``; where they do not, causes interact. Training is unchanged. A reading costs a pass over
-    the batch for every cause and one for the exact gradient, and as many copies of the gradient while it is taken.
+    up to about that of ``zeta``; where they do not, causes interact. A gradient that is not finite reads NaN, an error
+    of a clean gradient that is zero infinity. Training is unchanged. A reading costs a pass over the batch for every
+    cause and one for the exact gradient, and as many copies of the gradient while it is taken.
     Other monitors of the clean gradient share the exact pass. It is not taken while the policy rounds nothing.
 
     It needs an ``MXTraining`` plugin without attention or gradient faults, which would be in every one of these passes.
@@ -114,8 +117,8 @@ class OperandAttribution(EarlyWarning, CleanGradientCallback):
         errors = {name: faulty[name] - clean[name] for name in clean}
         self._now = {
             "zeta": _ratio(errors.values(), clean.values()),
-            "zeta_op": max(_ratio([errors[name]], [clean[name]]) for name in clean),
-            "spectral": max(_sigma(errors[name]) / _sigma(clean[name]) for name in clean),
+            "zeta_op": _largest(_ratio([errors[name]], [clean[name]]) for name in clean),
+            "spectral": _largest(ratio(_sigma(errors[name]), _sigma(clean[name])) for name in clean),
         }
         for cause in self.causes:
             alone = plugin.clean.under(cause)
@@ -137,11 +140,16 @@ class OperandAttribution(EarlyWarning, CleanGradientCallback):
 
 
 def _sigma(matrix: Tensor) -> float:
-    """The largest singular value, to a hundredth."""
-    return float(TopSingular(k=1)(matrix.float()).s[0, 0])
+    """The largest singular value, to a hundredth; NaN of a matrix that is not finite."""
+    return float(TopSingular(k=1)(matrix.float()).s[0, 0]) if bool(matrix.isfinite().all()) else math.nan
 
 
 def _ratio(errors: Iterable[Tensor], clean: Iterable[Tensor]) -> float:
-    """|e| / |c| over several tensors."""
-    numerator, denominator = (torch.stack([x.square().sum() for x in part]).sum() for part in (errors, clean))
-    return float((numerator / denominator).sqrt())
+    """|e| / |c| over several tensors; NaN unless both are finite."""
+    squares = [torch.stack([x.square().sum() for x in part]).sum() for part in (errors, clean)]
+    return math.sqrt(ratio(*squares)) if all(math.isfinite(square) for square in squares) else math.nan
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest of them, NaN if one is, which ``max`` would pass over."""
+    return float(torch.tensor(list(values), dtype=torch.float64).max())

@@ -83,7 +83,8 @@ class PrecisionSwitch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._trigger is not None:
             adopt_attention(pl_module)  # before weights are restored
-        self._formats(trainer)
+        for change in self.changes:  # one that cannot be made complains here, not in mid-run
+            self._formats(trainer).policy.changed(change)
 
     @staticmethod
     def _formats(trainer: Trainer) -> MatmulFormats:

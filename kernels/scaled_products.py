@@ -13,19 +13,33 @@ tile of 32 by 16 bytes, rows r, r + 32, r + 64 and r + 96 side by side
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.mx_codes import MXEncoded, mx_encode
+from kernels.mx_formats import SCALES
 
 BLOCK = 32
 CAPABILITY = (10, 0)
 TOLERANCE = 1e-3
 _DTYPES = {"mxfp8_e4m3": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2}
 _MULTIPLE = 16  # of rows and columns of the result
+
+
+class BlockFormat(Protocol):
+    """What of an operand does not depend on its shape."""
+
+    @property
+    def fmt(self) -> str: ...
+
+    @property
+    def scale(self) -> str: ...
+
+    @property
+    def block(self) -> int | None: ...
 
 
 class ScaledOperand(NamedTuple):
@@ -61,23 +75,33 @@ def device_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def format_obstacle(fmt_a: str, fmt_b: str) -> str | None:
-    """Why a pair of formats has no native product, or None if it has."""
-    if fmt_a not in _DTYPES or fmt_b not in _DTYPES:
-        return f"{fmt_a} by {fmt_b} is not MXFP8"
-    if fmt_a == fmt_b == "mxfp8_e5m2":
+def format_obstacle(a: BlockFormat, b: BlockFormat) -> str | None:
+    """Why a pair of formats has no native product, whatever the shapes, or None if it has."""
+    if a.fmt not in _DTYPES or b.fmt not in _DTYPES:
+        return f"{a.fmt} by {b.fmt} is not MXFP8"
+    if a.fmt == b.fmt == "mxfp8_e5m2":
         return "cuBLAS has no product of two E5M2 operands"
+    for one in (a, b):
+        if one.scale not in SCALES:
+            return f"scale {one.scale} is not one scale a block"
+        if one.block != BLOCK:
+            return f"cuBLAS has blocks of {BLOCK}, not of {one.block}"
+    return None
+
+
+def shape_obstacle(a: ScaledOperand, b: ScaledOperand) -> str | None:
+    """Why these two shapes have no native product, or None if they have."""
+    for one in (a, b):
+        if one.length % BLOCK:
+            return f"an axis of {one.length} is not whole blocks of {BLOCK}"
+        if (side := one.x.numel() // one.length) % _MULTIPLE:
+            return f"a side of the result, {side}, is no multiple of {_MULTIPLE}"
     return None
 
 
 def native_obstacle(a: ScaledOperand, b: ScaledOperand) -> str | None:
     """Why these two can not be multiplied natively, or None if they can."""
-    for one in (a, b):
-        if one.block != BLOCK or one.length % BLOCK:
-            return f"an axis of {one.length} in blocks of {one.block} is not whole blocks of {BLOCK}"
-        if one.x.numel() // one.length % _MULTIPLE:
-            return f"the result's sides must be multiples of {_MULTIPLE}"
-    return format_obstacle(a.fmt, b.fmt) or device_obstacle(a.x.device)
+    return format_obstacle(a, b) or shape_obstacle(a, b) or device_obstacle(a.x.device)
 
 
 def tiled_scales(scales_RK: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ six operands, and how, is the :class:`~lightning_qk.mx_policy.MXPolicy`'s to say
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from kernels import random_hadamard
-from kernels.scaled_products import ScaledOperand, native_obstacle, native_product
+from kernels.scaled_products import ScaledOperand, native_obstacle, native_product, shape_obstacle
 from lightning_qk.mx_policy import MXPolicy
 from lightning_qk.operand_format import NVFP4, OperandFormat
 
@@ -122,18 +123,33 @@ class _Operand(NamedTuple):
         return ScaledOperand(self.x, self.axis, **dataclasses.asdict(self.fmt), seed=self.seed)
 
 
+def hadamard_block(a: OperandFormat | None, b: OperandFormat | None) -> int | None:
+    """Length of the blocks that a product's operands are transformed in; None where neither is quantised."""
+    fmt = a or b
+    return None if fmt is None else _NVFP4_BLOCK if fmt.fmt == NVFP4 else fmt.block or 32
+
+
 def _product(
     a: _Operand, b: _Operand, multiply: Callable[[Tensor, Tensor], Tensor], hadamard: bool, native: bool
 ) -> Tensor:
     """``multiply`` of the quantised operands; the hardware's own scaled product where it is wanted and there is one."""
-    if hadamard and (a.fmt or b.fmt):
-        fmt = a.fmt or b.fmt
-        assert fmt is not None
-        block = _NVFP4_BLOCK if fmt.fmt == NVFP4 else fmt.block or 32
+    block = hadamard_block(a.fmt, b.fmt) if hadamard else None
+    if block is not None:
         a, b = a.transformed(block, b.seed), b.transformed(block, b.seed)  # the same signs, so the product stays
-    if native and a.fmt and b.fmt and native_obstacle(a.scaled(), b.scaled()) is None:
-        return native_product(a.scaled(), b.scaled())
+    if native and a.fmt and b.fmt:
+        obstacle = native_obstacle(a.scaled(), b.scaled())
+        if obstacle is None:
+            return native_product(a.scaled(), b.scaled())
+        if obstacle == shape_obstacle(a.scaled(), b.scaled()):  # other obstacles are the whole run's, which has told
+            _tell_once(obstacle)
     return multiply(a.quantised(), b.quantised())
+
+
+@functools.cache
+def _tell_once(obstacle: str) -> None:
+    from lightning.pytorch.utilities import rank_zero_info  # here: a model without Lightning needs none of it
+
+    rank_zero_info(f"MX products: emulated in some layers ({obstacle})")
 
 
 class _Products(torch.autograd.Function):

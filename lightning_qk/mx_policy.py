@@ -51,7 +51,7 @@ class MXPolicy:
         activation: ``bf16`` rounds every primitive of the activation function, ``fp32`` none.
         as_released: where the released code differs, do as it does: LayerNorm gain and bias are never in MX; with
             ``ln_affine="fp32"`` only they are spared; LayerNorm biases get no gradient; activation functions are never
-            rounded; a bump is :func:`lightning_qk.operand_format.released_bump`.
+            rounded but for SwiGLU's SiLU; a bump is :func:`lightning_qk.operand_format.released_bump`.
 
     Raises:
         ValueError: naming the field.
@@ -82,6 +82,9 @@ class MXPolicy:
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"MXPolicy: {field}={getattr(self, field)!r} is not one of {', '.join(values)}.")
+        blocks = [one.block for one in self.operands.values() if one is not None and one.block is not None]
+        if self.hadamard != "none" and any(block & (block - 1) for block in blocks):
+            raise ValueError(f"MXPolicy: hadamard={self.hadamard!r} needs blocks of a power of two, got {max(blocks)}.")
         if self.ln_affine == "mx" and self.gain is None:
             raise ValueError("MXPolicy: ln_affine='mx' needs a format, gain; use a preset in MX, or 'bf16'.")
 
@@ -105,10 +108,9 @@ class MXPolicy:
         """Whether nothing at all is rounded."""
         return self.linear_is_exact and self.ln_affine == self.activation == "fp32"
 
-    @property
-    def rounds_activation(self) -> bool:
-        """Whether activation functions are rounded; in the released code they escape."""
-        return self.activation == "bf16" and not self.as_released
+    def rounds_activation(self, name: str) -> bool:
+        """Whether an activation function is rounded; in the released code all but SwiGLU escape."""
+        return self.activation == "bf16" and (name == "swiglu" or not self.as_released)
 
     def replace_operands(self, names: tuple[str, ...], **changes: Any) -> MXPolicy:
         """Changes fields of those of the named operands, or of ``gain``, that have a format."""

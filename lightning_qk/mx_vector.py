@@ -88,8 +88,13 @@ class Activation(VectorOperation):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] to the same shape, or to half the width (swiglu)."""
-        r = self.rounding(lambda policy: policy.rounds_activation)
-        return activate(self.name, x) if r is None else _activate_rounded(self.name, r(x), r)
+        r = self.rounding(lambda policy: policy.rounds_activation(self.name))
+        if r is None or self.arithmetic is None:
+            return activate(self.name, x)
+        if self.arithmetic.policy.as_released:  # SwiGLU, of which the released code rounds what F.silu computes
+            a, b = x.chunk(2, -1)
+            return a * _silu_rounded(r(b), r)
+        return _activate_rounded(self.name, r(x), r)
 
     @override
     def extra_repr(self) -> str:
@@ -115,9 +120,12 @@ def _activate_rounded(name: str, x: Tensor, r: Round) -> Tensor:
         return F.relu(x)  # of rounded numbers, exact
     if name == "swiglu":
         a, b = x.chunk(2, -1)
-        sigmoid = r(1.0 / r(1.0 + r(torch.exp(-b))))
-        return r(a * r(b * sigmoid))
+        return r(a * _silu_rounded(b, r))
     return x
+
+
+def _silu_rounded(x: Tensor, r: Round) -> Tensor:
+    return r(x * r(1.0 / r(1.0 + r(torch.exp(-x)))))
 
 
 class MXLayerNorm(nn.LayerNorm):

@@ -22,14 +22,16 @@ class OperandFormat:
     """A block format and how numbers are rounded into it; called with a tensor, it rounds it.
 
     Args:
-        fmt: a format of :func:`kernels.mx_quantize`, or ``nvfp4``, whose scales and blocks are its own.
+        fmt: a format of :func:`kernels.mx_quantize`, or ``nvfp4``, whose scales and blocks of 16 are its own: ``scale``
+            and ``block`` stay as they are by default.
         scale: rule of the shared scale, ``floor | ceil | even | rceil``; or ``bump_released``, see
             :func:`released_bump`.
         rounding: of the elements, ``rne | away | rz | sr``.
         block: elements that share a scale; None is a whole axis.
 
     Raises:
-        ValueError: a block of no elements; the other options complain when it is called.
+        ValueError: a block of no elements, or ``nvfp4`` with another scale or block; the other options complain when it
+            is called.
     """
 
     fmt: str = "mxfp4_e2m1"
@@ -40,6 +42,11 @@ class OperandFormat:
     def __post_init__(self) -> None:
         if self.block is not None and self.block < 1:
             raise ValueError(f"OperandFormat: block={self.block} must be at least 1, or null for a whole axis.")
+        if self.fmt == NVFP4 and (self.scale, self.block) != ("floor", 32):
+            raise ValueError(
+                f"OperandFormat: scale={self.scale!r} and block={self.block} are none of fmt='nvfp4', which has scales "
+                "and blocks of its own: leave them out, and the change bump too."
+            )
 
     def __call__(self, x: Tensor, axis: int, seed: int) -> Tensor:
         """``x`` rounded to the format in blocks along ``axis``.

@@ -3,7 +3,8 @@
 Fitted as by Hoffmann et al. (arXiv 2203.15556, approach 3): the Huber loss, delta 1e-3, of log L, by L-BFGS from many
 starts. Intervals are percentiles of a residual bootstrap: the law is fitted again to its own losses with residuals
 drawn from those of the fit, made larger by sqrt(n / (n - 5)) for the five numbers that were fitted. Drawing runs
-instead would leave small grids without whole rows.
+instead would leave small grids without whole rows. All fits of as many runs draw the residuals of the same runs, by
+their place, so that laws of paired runs differ by no more than the runs do.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ class Fit(NamedTuple):
 
     Attributes:
         law: the fit.
-        resampled: [resamples, 5], the same for every resample.
+        resampled: [resamples, 5], laws of the resamples; two fits of as many runs have drawn the same places.
         error: root mean square of the residuals of log L.
+        runs: how many were fitted.
     """
 
     law: ScalingLaw
     resampled: FloatArray
     error: float
+    runs: int
 
     def interval(self, key: str) -> tuple[float, float]:
         """95 % limits of one of the five numbers."""
@@ -128,19 +131,31 @@ def fit(N: npt.ArrayLike, D: npt.ArrayLike, L: npt.ArrayLike, resamples: int | N
     residuals, generator = log_L - fitted, np.random.default_rng(SEED)
     wide = (residuals - residuals.mean()) * math.sqrt(len(log_L) / (len(log_L) - len(law)))
     count = RESAMPLES if resamples is None else resamples
-    drawn = [fitted + generator.choice(wide, len(wide)) for _ in range(count)]
+    drawn = fitted + wide[generator.integers(len(wide), size=(count, len(wide)))]
     resampled = np.array([points.law(points.solve(one, [best])) for one in drawn])
-    return Fit(law, resampled, float(np.sqrt((residuals**2).mean())))
+    return Fit(law, resampled, float(np.sqrt((residuals**2).mean())), len(losses))
 
 
 def shift(one: Fit, other: Fit, N: float, D: float) -> tuple[float, tuple[float, float]]:
-    """By how many nats the law of ``one`` lies above that of ``other`` at N and D, with 95 % limits."""
+    """By how many nats the law of ``one`` lies above that of ``other`` at N and D, with 95 % limits.
+
+    Args:
+        one: a fit.
+        other: a fit of the runs that those of ``one`` are paired with, in the same order and with as many resamples.
+        N: parameters.
+        D: tokens.
+
+    Raises:
+        ValueError: they were not resampled alike.
+    """
+    if one.runs != other.runs or one.resampled.shape != other.resampled.shape:
+        raise ValueError(f"the shift of paired runs needs as many of each, got {one.runs} and {other.runs}")
 
     def losses(resampled: FloatArray) -> FloatArray:
         E, A, B, alpha, beta = resampled.T
         return np.asarray(E + A * N**-alpha + B * D**-beta)
 
-    between = losses(one.resampled) - losses(other.resampled)  # fits of different runs: drawn independently
+    between = losses(one.resampled) - losses(other.resampled)
     return float(one.law.loss(N, D) - other.law.loss(N, D)), _percentiles(between)
 
 

@@ -14,12 +14,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ranks import Case, ddp, on_two_ranks, run
+from student import fit_student, student
+from student import mx as student_mx
 from test_callbacks_error_shaping import Peek
-from tiny import assert_same, fault, fit, module, weights
+from tiny import assert_same, fault, fit, gradients, module, weights
 from torch import Tensor
 
 from callbacks import BiasMonitor, ErrorShaping, QKGuard, RouteSplice
 from lightning_qk.events import read_scalars
+from lightning_qk.gaussian_data import GaussianLoader
 from lightning_qk.precision import FaultPrecision, MXGradient
 from lightning_qk.routes import attention_sites, route_parameters
 
@@ -220,6 +223,40 @@ def test_several_monitors_side_by_side(tmp_path: Path) -> None:
     fit(tmp_path / "peek", [peek], mx("all"), max_steps=1)
     g, c = peek.faulty[0][name], peek.clean_ones[0][name]
     assert logged[f"warning/zeta/qk/{name}"].values[0] == pytest.approx(float((g - c).norm() / c.norm()), rel=1e-6)
+
+
+def test_gains_and_biases_on_request_and_every_ratio_of_a_tensor(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(str(tmp_path), name="", version="")
+    monitors = [Readings("mlp", every_n_steps=1), Readings("mlp", per_tensor=True, vectors=True, every_n_steps=1)]
+    fit_student(tmp_path, monitors, student_mx("mxfp4"), max_steps=1, logger=logger)
+    alone = Readings("mlp", every_n_steps=1)
+    fit_student(tmp_path, [alone], student_mx("mxfp4"), max_steps=1)
+    assert monitors[0].all == alone.all and len({one.state_key for one in monitors}) == 2
+    assert monitors[1].label("zeta") == "zeta/mlp_and_vectors"
+
+    def first_gradient(preset: str) -> dict[str, Tensor]:
+        model = student()
+        student_mx(preset).convert_module(model)
+        model(*GaussianLoader(0, 64, 32, 1e-3, 1)[0]).backward()
+        return {name: value.double() for name, value in gradients(model).items()}
+
+    faulty, exact = first_gradient("mxfp4"), first_gradient("fp32")
+    logged = read_scalars(tmp_path)
+    assert {name for name in exact if exact[name].ndim == 1} > {"student.blocks.0.norm.weight"}
+    for name, c in exact.items():
+        g = faulty[name]
+        expected = {
+            "zeta": (g - c).norm() / c.norm(),
+            "cosine": (g * c).sum() / (g.norm() * c.norm()),
+            "projection": ((g - c) * c).sum() / c.norm() ** 2,
+        }
+        for reading, value in expected.items():
+            found = logged[f"warning/{reading}/mlp_and_vectors/{name}"].values[0]
+            assert found == pytest.approx(float(value), rel=1e-4, abs=1e-9), (name, reading)
+    g, c = flat(faulty), flat(exact)
+    assert monitors[1].all[1]["zeta"] == pytest.approx(float((g - c).norm() / c.norm()), rel=1e-6)
+    with pytest.raises(ValueError, match=r"vectors are those of the whole model; leave out layers=\[0\]"):
+        BiasMonitor("mlp", [0], vectors=True)
 
 
 @pytest.mark.parametrize("plugin", [fault, mx])

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from student import fit_student, mx, student
 from tiny import assert_same, data, fault, fit, gradients, module, weights
 from torch import Tensor
 
-from callbacks import BiasMonitor, GradientDriftMonitor, LastBinMonitor, OperandAttribution
+from callbacks import BiasMonitor, GradientDriftMonitor, LastBinMonitor, OperandAttribution, PrecisionSwitch
 from kernels.mx_saturation import mx_saturation
 from lightning_qk.gaussian_data import GaussianLoader
 from lightning_qk.mx_policy import CAUSES, MXPolicy
@@ -87,6 +89,29 @@ class TestAttribution:
         assert monitor._last == {}
         assert monitor.verdict_fields()["warnings"]["attribution/zeta/mlp"]["last"] is None
 
+    @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+    def test_a_clean_gradient_of_zero_or_none_does_not_end_training(self, tmp_path: Path, value: float) -> None:
+        """Of one weight, at the second of three steps; the other's readings are finite and must not hide it."""
+
+        class Spoil(Callback):
+            def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+                clean = trainer.precision_plugin.clean._accumulated  # type: ignore[attr-defined]
+                *_, last = route_parameters(pl_module, "mlp").values()
+                if trainer.global_step == 1 and last in clean:
+                    clean[last].fill_(value)
+
+        seen: list[dict[str, float]] = []
+
+        class Readings(OperandAttribution):
+            def read(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+                seen.append(dict(super().read(trainer, pl_module)))
+                return seen[-1]
+
+        fit_student(tmp_path, [Readings(causes=["x"], every_n_steps=1), Spoil()], mx("mxfp8_e4m3"), max_steps=3)
+        assert all(math.isfinite(one) for reading in seen[::2] for one in reading.values())
+        for name in ("zeta_op", "spectral"):
+            assert seen[1][name] == math.inf if value == 0 else math.isnan(seen[1][name]), name
+
     def test_on_a_gpt(self, tmp_path: Path) -> None:
         monitor = OperandAttribution("qk", causes=["x", "w", "dy"], every_n_steps=1)
         fit(tmp_path, [monitor], MXTraining("mxfp8_e4m3", base="fp32"), max_steps=1)
@@ -125,6 +150,31 @@ class TestLastBin:
         assert monitor._last["last_bin_weights"] == 0  # uniform up to 1/sqrt(32), whose significand is 1.41
         assert monitor._last["overflow_activations"] > 0
 
+    @pytest.mark.parametrize("first", [True, False])
+    def test_after_a_switch_the_scale_is_the_new_one_in_a_resumed_run_too(self, tmp_path: Path, first: bool) -> None:
+        """Under rceil nothing overflows, under floor activations do."""
+
+        class Readings(LastBinMonitor):
+            all: dict[int, dict[str, float]]
+
+            def read(self, trainer: Any, pl_module: Any) -> dict[str, float]:
+                self.all[trainer.global_step] = super().read(trainer, pl_module)
+                return self.all[trainer.global_step]
+
+        def run(steps: int, *more: Any, ckpt_path: Path | None = None) -> dict[int, dict[str, float]]:
+            monitor, switch = Readings(every_n_steps=1), PrecisionSwitch(["bump"], step=2)
+            monitor.all = {}
+            callbacks = [monitor, switch, *more] if first else [switch, monitor, *more]
+            settings: dict[str, Any] = {"enable_checkpointing": bool(more), "max_steps": steps}
+            fit_student(tmp_path, callbacks, mx("mxfp8_e4m3"), ckpt_path=ckpt_path, **settings)
+            return monitor.all
+
+        whole = run(4)
+        overflow = [reading["overflow_activations"] for reading in whole.values()]
+        assert min(overflow[:2]) > 0 and overflow[2:] == [0, 0]
+        run(3, ModelCheckpoint(tmp_path, filename="at", every_n_train_steps=1, enable_version_counter=False))
+        assert run(4, ckpt_path=tmp_path / "at.ckpt") == {4: whole[4]}
+
     def test_clustered_gains(self, tmp_path: Path) -> None:
         model = student()
         for block in model.student.blocks:
@@ -137,7 +187,8 @@ class TestLastBin:
         def formats(plugin: Any, **arguments: Any) -> dict[str, tuple[str, str]]:
             monitor = LastBinMonitor(every_n_steps=1, **arguments)
             fit_student(tmp_path, [monitor], plugin, max_steps=1)
-            return {kind: (one.fmt, one.scale) for kind, one in monitor._formats.items()}
+            formats = {kind: monitor._format(kind) for kind in ("weights", "gains", "activations")}
+            return {kind: (one.fmt, one.scale) for kind, one in formats.items()}
 
         e4m3 = ("mxfp8_e4m3", "floor")
         assert set(formats(None).values()) == set(formats(mx("bf16")).values()) == {e4m3}

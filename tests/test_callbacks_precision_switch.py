@@ -186,6 +186,12 @@ class TestErrors:
             with pytest.raises(MisconfigurationException, match="PrecisionSwitch needs MXTraining"):
                 fit(tmp_path, [PrecisionSwitch(["fp32"], step=1)], plugin)
 
+    def test_a_change_that_the_formats_cannot_have(self, tmp_path: Path) -> None:
+        recording = Policies()
+        with pytest.raises(ValueError, match="the change bump too"):
+            fit_student(tmp_path, [PrecisionSwitch(["bump"], step=1), recording], mx("nvfp4"), max_steps=2)
+        assert not recording.seen  # before the first step
+
     def test_a_warning_that_no_monitor_gives(self, tmp_path: Path) -> None:
         without = [[], [BiasMonitor("mlp")]]  # the second has the reading, but no threshold
         for monitors in without:

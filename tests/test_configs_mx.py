@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from lightning_qk.cli import main, resolve_run
-from lightning_qk.mx_policy import CHANGES, PRESETS
+from lightning_qk.cli import build, main, resolve_run
+from lightning_qk.experiment import parse_sweep
+from lightning_qk.mx_policy import CHANGES, OPERANDS, PRESETS, MXPolicy
+from lightning_qk.operand_format import OperandFormat
+from lightning_qk.precision import MXTraining
 from lightning_qk.verdict import read_verdict
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -24,7 +30,7 @@ def files(*paths: Path) -> list[str]:
 
 
 def test_there_is_an_arm_for_every_preset_and_a_switch_for_every_change() -> None:
-    assert {path.stem for path in ARMS} >= set(PRESETS) and {path.stem for path in FORMATS} == set(PRESETS)
+    assert {path.stem for path in ARMS} >= set(PRESETS) and {path.stem for path in FORMATS} == {*PRESETS, "no_mx"}
     assert {path.stem for path in SWITCHES} == set(CHANGES)
     for path in (*ARMS, *SWITCHES, *FORMATS):
         arm = yaml.safe_load(path.read_text())["run"]["arm"]
@@ -45,6 +51,81 @@ def test_every_file_makes_another_run(size: str) -> None:
 def test_a_format_is_a_run_of_the_gpt() -> None:
     resolved = [resolve_run(files(CONFIGS / "base.yaml", CONFIGS / "proxy.yaml", path)) for path in FORMATS[::3]]
     assert len({run.config_hash for run in resolved}) == len(resolved)
+
+
+def arm(experiment: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The precision plugin of an arm of an experiment."""
+    _, parsed = parse_sweep(["-c", str(CONFIGS / "experiments" / f"{experiment}.yaml")], "")
+    monkeypatch.chdir(tmp_path)
+    (found,) = [run for run in parsed.runs(tmp_path, [name]) if run.seed == parsed.seeds[0]]
+    args = [arg for arg in found.fit_args if not arg.startswith("--ckpt_path")]
+    return build(args[:-1], run=False).trainer.precision_plugin  # without --ckpt_path's value
+
+
+MXFP4, TRUNCATED = (OperandFormat("mxfp4_e2m1", rounding=rounding) for rounding in ("rne", "rz"))
+WEIGHT_GRADIENT: dict[str, Any] = {"x_wgrad": TRUNCATED, "dy_wgrad": TRUNCATED}
+
+
+@pytest.mark.parametrize(
+    ("name", "route", "operands", "gain"),
+    [
+        ("all", "all", {}, MXFP4),
+        *((route, route, {}, None) for route in ("qk", "mlp", "v")),
+        ("ln", "all", dict.fromkeys(OPERANDS), MXFP4),
+        ("truncated", "all", WEIGHT_GRADIENT, MXFP4),
+        *((f"truncated_{route}", route, WEIGHT_GRADIENT, None) for route in ("qk", "mlp", "v")),
+        ("truncated_everywhere", "all", dict.fromkeys(OPERANDS, TRUNCATED), TRUNCATED),
+        ("truncated_ln", "all", dict.fromkeys(OPERANDS), TRUNCATED),
+    ],
+)
+def test_an_arm_that_meets_the_channel_is_what_its_name_says(
+    name: str, route: str, operands: Any, gain: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Besides its products an arm is the control, bfloat16; LayerNorm gains, which no route has, are an arm."""
+    matmul = arm("mx_meets_qk", name, monkeypatch, tmp_path).matmul
+    expected: dict[str, Any] = {**dict.fromkeys(OPERANDS, MXFP4), **operands}
+    seen = matmul.policy
+    assert (matmul.route, seen.operands) == (route, expected)
+    assert (seen.ln_affine, seen.gain if seen.ln_affine == "mx" else None) == ("mx" if gain else "bf16", gain)
+    rest = dataclasses.replace(seen.without(*OPERANDS), gain=None, ln_affine="bf16") if seen.gain else seen
+    assert rest == MXPolicy.preset("bf16")
+
+
+@pytest.mark.parametrize("experiment", ["mx_formats", "mx_meets_qk", "scaling"])
+def test_the_float32_reference_is_float32(experiment: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    point = "-d32-s70" if experiment == "scaling" else ""
+    for name, base in (("fp32", "fp32"), ("no_mx", "bf16")):
+        plugin = arm(experiment, name + point, monkeypatch, tmp_path)
+        assert plugin.base == base and plugin.matmul.policy.is_exact
+
+
+def plugin_of(paths: Iterable[Path]) -> Any:
+    """Of files, merged by hand: thirty times faster than by the command line, which the tests above go through."""
+    arguments: dict[str, Any] = {}
+    for path in paths:
+        arguments |= yaml.safe_load(path.read_text())["trainer"]["plugins"]["init_args"]
+    return MXTraining(**arguments)
+
+
+def test_the_grid_of_formats_has_every_pair_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _, parsed = parse_sweep(["-c", str(CONFIGS / "experiments" / "mx_formats.yaml")], "")
+    plugins = {name: plugin_of(paths) for name, paths in parsed.arms.items()}
+    policies = {name: plugin.matmul.policy for name, plugin in plugins.items() if plugin.base == "bf16"}
+    as_run = arm("mx_formats", "w_e2m3-a_e3m2", monkeypatch, tmp_path).matmul.policy
+    assert as_run == policies["w_e2m3-a_e3m2"]  # the files do add up
+    without_gain = [dataclasses.replace(one, gain=None) if one.ln_affine != "mx" else one for one in policies.values()]
+    assert len(set(without_gain)) == len(policies)  # no two arms are the same
+    of = {"e2m3": "mxfp6_e2m3", "e3m2": "mxfp6_e3m2", "e4m3": "mxfp8_e4m3", "e5m2": "mxfp8_e5m2", "bf16": None}
+    grid = {name: policy for name, policy in policies.items() if name.startswith("w_")}
+    grid |= {"w_bf16-a_bf16": policies["bf16"], "w_e4m3-a_bf16": policies["weights_only"]}
+    assert grid.keys() == {f"w_{w}-a_{a}" for w in of for a in of}
+    for name, policy in grid.items():
+        w, a = (of[part.partition("_")[2]] for part in name.split("-"))
+        formats = {key: None if one is None else one.fmt for key, one in policy.operands.items()}
+        assert formats == {key: w if key in ("w", "w_dgrad") else a for key in OPERANDS}, name
+        assert policy.ln_affine == "bf16"
+    for fmt in filter(None, of.values()):
+        assert policies[fmt] == MXPolicy.preset(fmt) and policies[fmt].ln_affine == "mx"
 
 
 def test_a_switched_and_monitored_run(tmp_path: Path) -> None:
@@ -74,3 +155,14 @@ def test_a_gpt_trains_in_mx_from_the_command_line(tmp_path: Path) -> None:
     assert main(["fit", *args, "--trainer.limit_val_batches=1"]) == 0
     verdict = read_verdict(tmp_path / "default" / "mxfp8_mix" / "seed_0")
     assert verdict is not None and verdict["mx_products"].startswith("emulated") and verdict["sigma_q"] > 0
+
+
+def test_interventions_have_two_placebos_and_a_parent_that_trains_to_its_end_and_keeps_all() -> None:
+    _, experiment = parse_sweep(["-c", str(CONFIGS / "experiments" / "mx_interventions.yaml")], "")
+    assert len(experiment.seeds) == 12
+    draws = [yaml.safe_load((STUDENT / f"{name}.yaml").read_text()) for name in ("other_batches", "yet_other_batches")]
+    assert len({one["data"]["init_args"]["seed"] for one in draws}) == 2
+    assert {f"{one['run']['arm']}-before_{step}" for one in draws for step in (50, 200)} <= experiment.forks.keys()
+    divergence, ring = yaml.safe_load((STUDENT / "keep.yaml").read_text())["trainer"]["callbacks+"]
+    assert not divergence.get("init_args", {}).get("stop", False)  # a run that comes back is not cut off
+    assert ring["init_args"]["save_top_k"] == -1 and ring["init_args"]["every_n_train_steps"] == 50

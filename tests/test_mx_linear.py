@@ -210,3 +210,23 @@ def test_six_operands_in_e4m3_are_torchaos_linear(dtype: torch.dtype, scale: str
     )
     for left, right in zip(ours, theirs, strict=True):
         assert torch.equal(left, right)
+
+
+def test_a_layer_that_has_no_native_product_for_its_shape_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The device alone is a stand-in: no product here has sides that are multiples of 16, or whole blocks."""
+    monkeypatch.setattr("kernels.scaled_products.device_obstacle", lambda _: None)
+    expected = results(layer(PRESETS["mxfp8_e4m3"]), (24,))
+    linear = layer(PRESETS["mxfp8_e4m3"])
+    assert isinstance(linear, MXLinear) and linear.arithmetic is not None
+    linear.arithmetic.native = True
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            linear.zero_grad()
+            _, dy = tensors((24,))
+            linear(torch.randn(24, 96)).backward(dy)
+    assert caplog.text.count("emulated in some layers (a side of the result, 24, is no multiple of 16)") == 1
+    assert caplog.text.count("emulated in some layers (an axis of 24 is not whole blocks of 32)") == 1
+    linear.zero_grad()
+    assert_equal(results(linear, (24,)), expected)

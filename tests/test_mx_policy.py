@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_qk.mx_policy import BACKWARD, CHANGES, OPERANDS, PRESETS, MXPolicy
+from lightning_qk.mx_vector import ACTIVATIONS
 
 E4M3, E5M2 = "mxfp8_e4m3", "mxfp8_e5m2"
 
@@ -75,7 +76,16 @@ def test_a_cause_alone_keeps_its_fields_and_nothing_else() -> None:
 def test_as_released_bumps_as_released() -> None:
     policy = dataclasses.replace(MXPolicy.preset(E4M3), as_released=True)
     assert {one.scale for one in policy.changed("bump").operands.values() if one} == {"bump_released"}
-    assert policy.activation == "bf16" and not policy.rounds_activation
+    assert policy.activation == "bf16"
+    assert [name for name in ACTIVATIONS if policy.rounds_activation(name)] == ["swiglu"]
+
+
+@pytest.mark.parametrize("how", [{"scale": "rceil"}, {"block": 16}, {"block": None}])
+def test_nvfp4_takes_no_scale_and_no_block(how: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"none of fmt='nvfp4'.* leave them out"):
+        MXPolicy.preset("nvfp4").replace_operands(OPERANDS, **how)
+    with pytest.raises(ValueError, match="the change bump too"):
+        MXPolicy.preset("nvfp4").changed("bump")
 
 
 def test_every_preset_can_be_named_and_nothing_else() -> None:

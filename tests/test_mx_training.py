@@ -63,6 +63,9 @@ class TestOptions:
             ({"operands": {"x": "mxfp5"}}, "mxfp5"),
             ({"preset": "fp32", "operands": {"x": {"scale": "ceil"}}}, "operands.x.fmt is missing"),
             ({"hadamard": "some"}, "hadamard='some'"),
+            ({"hadamard": "weight_gradient", "block": 24}, "hadamard='weight_gradient' needs blocks of a power of two"),
+            ({"preset": "nvfp4", "scale": "rceil"}, "scale='rceil' and block=32 are none of fmt='nvfp4'"),
+            ({"preset": "nvfp4", "changes": ["bump"]}, "the change bump too"),
             ({"ln_affine": "fp8"}, "ln_affine='fp8'"),
             ({"base": "fp16"}, "base='fp16'"),
         ],
@@ -84,6 +87,12 @@ class TestScope:
         assert norms and all(isinstance(part, MXLayerNorm) for part in norms)
         assert all(part.arithmetic is not None for part in model.modules() if isinstance(part, Activation))
         assert model.state_dict().keys() == module().state_dict().keys()
+
+    def test_a_hadamard_transform_that_a_layer_has_no_blocks_for_is_refused_before_the_first_step(self) -> None:
+        with pytest.raises(ValueError, match=r"up_proj has in_features=16, no multiple of the block of 32\. Leave"):
+            MXTraining(route="mlp", hadamard="all").convert_module(module())
+        MXTraining(route="mlp", hadamard="weight_gradient").convert_module(module())
+        MXTraining("nvfp4", route="mlp", hadamard="all").convert_module(module())
 
     def test_a_second_conversion_changes_nothing(self) -> None:
         model, plugin = module(), MXTraining(head=True)
@@ -238,17 +247,30 @@ class TestProducts:
         ("settings", "why"),
         [
             ({"native": False}, "native: false"),
-            ({"preset": "bf16"}, "no product of two quantised operands"),
+            ({"preset": "bf16"}, "not two quantised operands"),
             ({"preset": "mxfp4"}, "is not MXFP8"),
             ({"preset": "mxfp8_e5m2"}, "two E5M2"),
-            ({"changes": ["bump"], "as_released": True}, "a scale for every element"),
+            ({"changes": ["bump"], "as_released": True}, "bump_released is not one scale a block"),
+            ({"block": 16}, "blocks of 32, not of 16"),
         ],
     )
     def test_or_why_there_can_be_no_other(self, settings: dict[str, Any], why: str) -> None:
         matmul = MXTraining(**settings).matmul
         assert matmul is not None
         matmul.choose_products(torch.device("cpu"))
-        assert why in matmul.products and not matmul.native
+        assert matmul.products.startswith("emulated (") and why in matmul.products and not matmul.native
+
+    def test_each_of_the_three_is_told_and_again_after_a_change(self, caplog: pytest.LogCaptureFixture) -> None:
+        matmul = MXTraining("mxfp8_mix", as_released=True).matmul
+        assert matmul is not None
+        with pytest.MonkeyPatch.context() as patch, caplog.at_level("INFO"):
+            patch.setattr("lightning_qk.precision.matmul_formats.device_obstacle", lambda _: None)
+            matmul.choose_products(torch.device("cuda"))
+            assert matmul.native and "MX products: Y native, dW native, dX emulated (cuBLAS has no" in caplog.text
+            matmul.change(["bump"])
+            assert matmul.products == ""
+            matmul.choose_products(torch.device("cuda"))
+        assert not matmul.native and "Y emulated (scale bump_released is not one scale a block)" in matmul.products
 
 
 def test_every_operand_matters_in_a_model(tmp_path: Path) -> None:

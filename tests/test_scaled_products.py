@@ -71,13 +71,16 @@ def test_the_three_products_of_a_layer_are_handed_over_right(
 
 def test_why_not() -> None:
     assert device_obstacle(torch.device("cpu")) == "the device is cpu, not cuda"
-    assert "not MXFP8" in str(format_obstacle("mxfp8_e4m3", "mxfp4_e2m1"))
-    assert "two E5M2" in str(format_obstacle("mxfp8_e5m2", "mxfp8_e5m2"))
-    assert format_obstacle("mxfp8_e5m2", "mxfp8_e4m3") is None
     x, w = torch.randn(64, 96), torch.randn(160, 96)
+    e4m3, e5m2, e2m1 = (operand(x, -1, fmt) for fmt in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4_e2m1"))
+    assert "not MXFP8" in str(format_obstacle(e4m3, e2m1))
+    assert "two E5M2" in str(format_obstacle(e5m2, e5m2))
+    assert format_obstacle(e5m2, e4m3) is None
+    assert "bump_released is not one scale" in str(native_obstacle(e4m3._replace(scale="bump_released"), e4m3))
+    assert "not of 16" in str(native_obstacle(e4m3, e4m3._replace(block=16)))
     assert "cpu" in str(native_obstacle(operand(x, -1), operand(w, -1)))
     assert "whole blocks" in str(native_obstacle(operand(x[:, :90], -1), operand(w[:, :90], -1)))
-    assert "multiples of 16" in str(native_obstacle(operand(x[:10], -1), operand(w, -1)))
+    assert "10, is no multiple of 16" in str(native_obstacle(operand(x[:10], -1), operand(w, -1)))
 
 
 @pytest.mark.skipif(not HAS_NATIVE, reason="needs a GPU of compute capability 10.0")

@@ -108,8 +108,53 @@ def test_the_report_fits_every_arm_and_their_difference(tmp_path: Path) -> None:
     assert all("(" in row["alpha"] for row in law.rows)
     (row,) = between.rows
     assert between.title == "Shift of the law against fp32" and row["arm"] == "mxfp4"
+    assert row.pop("pairs") == "16"
     shifts = [float(cell.split()[0]) for key, cell in row.items() if key != "arm"]
     assert len(shifts) == 3 and shifts == pytest.approx([0.2] * 3, abs=0.03)
+
+
+def change(path: Path, **fields: object) -> None:
+    path = path / "seed_0" / "verdict.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.usefixtures("few_resamples")
+def test_runs_that_collapsed_or_ended_early_are_left_out_and_counted(tmp_path: Path) -> None:
+    root = tmp_path / "scaling"
+    write_runs(root, {"fp32": TINY, "mxfp4": TINY})
+    change(root / "mxfp4-p3", status="collapsed", collapse_step=5, val_loss=9.0)
+    change(root / "mxfp4-p4", status="nonfinite", val_loss=9.0)
+    change(root / "mxfp4-p5", step=7, val_loss=9.0)
+    for point in range(16):
+        change(root / f"fp32-p{point}", status="collapsed")
+    law, *between = scaling_tables(group_arms(find_runs([root])))
+    fp32, mxfp4 = law.rows
+    assert (mxfp4["runs"], mxfp4["left out"]) == ("13", "2 collapsed, 1 ended early")
+    assert float(mxfp4["error"]) < 3e-3
+    assert (fp32["runs"], fp32["left out"]) == ("0", "16 collapsed") and "at least 8 runs" in fp32["E"]
+    assert not between  # nothing to compare with
+
+
+@pytest.mark.usefixtures("few_resamples")
+@pytest.mark.parametrize("lost", [None, 5])
+def test_the_shift_of_paired_runs_is_resampled_in_pairs(tmp_path: Path, lost: int | None) -> None:
+    """Arms whose losses differ by a factor share their noise, so what is uncertain of each is not of the shift."""
+    root = tmp_path / "scaling"
+    write_runs(root, {"fp32": TINY, "mxfp4": TINY})
+    generator = np.random.default_rng(4)
+    for point in range(16):
+        verdict = json.loads((root / f"fp32-p{point}" / "seed_0" / "verdict.json").read_text())
+        loss = verdict["val_loss"] * float(np.exp(generator.normal(0, 0.02)))
+        change(root / f"fp32-p{point}", val_loss=loss)
+        change(root / f"mxfp4-p{point}", val_loss=loss * 1.05)
+    if lost is not None:
+        change(root / f"mxfp4-p{lost}", status="failed")
+    _, between = scaling_tables(group_arms(find_runs([root])))
+    (row,) = between.rows
+    assert row["pairs"] == str(16 - (lost is not None))
+    for cell in list(row.values())[2:]:
+        value, (low, high) = float(cell.split()[0]), map(float, cell.split("(")[1].rstrip(")").split(".."))
+        assert 0.04 < value < 0.3 and high - low < 0.1 * value + 0.01, cell
 
 
 @pytest.mark.usefixtures("few_resamples")

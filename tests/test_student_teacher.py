@@ -184,7 +184,7 @@ class TestRuns:
         assert set(route_linears(student(), "mlp", [1])) == {f"student.blocks.1.{name}_proj" for name in ("up", "down")}
 
 
-def zeta(preset: str, activation: str = "fp32") -> float:
+def zeta(preset: str, **settings: Any) -> float:
     """Relative error of the gradient at initialisation, canonical proxy with 512 samples, LayerNorm biases left out."""
     module = student(depth=4, width=512)
     x, noise = draw(512, 512, 5e-3, 0)
@@ -196,32 +196,37 @@ def zeta(preset: str, activation: str = "fp32") -> float:
         return torch.cat([p.grad.flatten() for name, p in named if p.grad is not None and "norm.bias" not in name])
 
     exact = gradient()
-    mx(preset, rounding="away", activation=activation).convert_module(module)
+    mx(preset, **settings).convert_module(module)
     return float((gradient() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize(
-    ("preset", "measured"),
-    [
-        ("bf16", 0.006),
-        ("mxfp8_e4m3", 0.049),
-        ("mxfp8_mix", 0.063),
-        ("mxfp6_e2m3", 0.054),
-        ("mxfp8_e5m2", 0.095),
-        ("mxfp6_e3m2", 0.095),
-        ("mxfp4", 0.20),
-        ("weights_only", 0.034),
-        ("forward_only", 0.038),
-        ("bf16_activations", 0.040),
-    ],
-)
-def test_the_gradients_error_is_that_of_the_released_code(preset: str, measured: float) -> None:
-    """Measured with it at the same weights; its GELU is never rounded, and neither is it here."""
-    assert zeta(preset) == pytest.approx(measured, rel=0.10)
+ERRORS = {  # of the released code, measured at the same weights
+    "bf16": 0.006,
+    "mxfp8_e4m3": 0.049,
+    "mxfp8_mix": 0.063,
+    "mxfp6_e2m3": 0.054,
+    "mxfp8_e5m2": 0.095,
+    "mxfp6_e3m2": 0.095,
+    "mxfp4": 0.20,
+    "weights_only": 0.034,
+    "forward_only": 0.038,
+    "bf16_activations": 0.040,
+}
 
 
-def test_rounding_the_activation_adds_little() -> None:
-    assert zeta("mxfp8_e4m3", activation="bf16") == pytest.approx(0.049, rel=0.10)
+@pytest.mark.parametrize("preset", ERRORS)
+def test_the_gradients_error_is_that_of_the_released_code(preset: str) -> None:
+    """Its ties go away from zero and its GELU is never rounded, and so it is here."""
+    assert zeta(preset, rounding="away", activation="fp32") == pytest.approx(ERRORS[preset], rel=0.10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ERRORS)
+def test_so_is_that_of_the_presets_as_they_are(preset: str) -> None:
+    """In this order, with ties to even and GELU in bfloat16: 0.0062, 0.0504, 0.0646, 0.0486 (9.95 % less, the most),
+    0.0945, 0.0947, 0.2016, 0.0331, 0.0380, 0.0393.
+    """
+    assert zeta(preset) == pytest.approx(ERRORS[preset], rel=0.10)
 
 
 class TestCommandLine:

@@ -16,6 +16,8 @@ from lightning_qk.precision.fault import FaultPrecision
 from lightning_qk.precision.gradient_fault import GradientFault
 from lightning_qk.precision.matmul_formats import MatmulFormats
 
+_WEIGHTS, _ACTIVATIONS = ("w", "w_dgrad"), ("x", "x_wgrad", "dy_wgrad", "dy_dgrad")
+
 
 class MXTraining(FaultPrecision):
     """Fake-quantised MX products in chosen linear layers, with the vector operations between them in bfloat16.
@@ -34,6 +36,8 @@ class MXTraining(FaultPrecision):
             ``mxfp6_e2m3``, ``mxfp6_e3m2``, ``mxfp4``, ``nvfp4``, ``bf16_activations``, ``forward_only``,
             ``weights_only``, ``bf16`` or ``fp32``.
         changes: what to change in it, in order: names of :data:`lightning_qk.mx_policy.CHANGES`, such as ``bump``.
+        weights: format of weights in both passes (``w``, ``w_dgrad``); None is the preset's.
+        activations: format of activations and gradients (the other four operands); None is the preset's.
         scale: rule of the shared scales of all operands; None is the preset's, as for the next two.
         rounding: of all operands' elements.
         block: elements that share a scale.
@@ -62,6 +66,8 @@ class MXTraining(FaultPrecision):
         self,
         preset: str = "mxfp8_e4m3",
         changes: list[str] | None = None,
+        weights: str | None = None,
+        activations: str | None = None,
         scale: str | None = None,
         rounding: str | None = None,
         block: int | None = None,
@@ -84,6 +90,8 @@ class MXTraining(FaultPrecision):
         policy = dataclasses.replace(MXPolicy.preset(preset), as_released=as_released)
         for change in changes or []:
             policy = policy.changed(change)
+        for names, fmt in ((_WEIGHTS, weights), (_ACTIVATIONS, activations)):
+            policy = policy if fmt is None else _with_operands(policy, dict.fromkeys(names, fmt))
         given = {"scale": scale, "rounding": rounding, "block": block}
         formats = {key: value for key, value in given.items() if value is not None}
         policy = policy.replace_operands((*OPERANDS, "gain"), **formats)
