@@ -39,13 +39,25 @@ class Fork:
         """For names."""
         return f"step_{self.step}" if self.step is not None else f"before_{self.before}"
 
+    def obstacle(self, run_dir: Path) -> str | None:
+        """Why the run in ``run_dir`` can never begin though the other one is done; None if nothing is in its way."""
+        parent = self._parent(run_dir)
+        if self.before is None or _onset(parent) is not None:
+            return None
+        return f"{parent} neither collapsed nor diverged, so that there is no `before`"
+
+    def _parent(self, run_dir: Path) -> Path:
+        return run_dir.parent.parent / self.arm / run_dir.name
+
     def checkpoint(self, run_dir: Path) -> tuple[Path, int]:
         """The checkpoint that the run in ``run_dir`` begins with, and its step.
 
         Raises:
             FileNotFoundError: the other run has kept none, or had no onset.
         """
-        parent = run_dir.parent.parent / self.arm / run_dir.name
+        parent = self._parent(run_dir)
+        if (obstacle := self.obstacle(run_dir)) is not None:
+            raise FileNotFoundError(f"run.fork: {obstacle}; give a step.")
         # here: a sweep reads its YAML without torch
         from lightning_qk.checkpoints import global_step, whole_checkpoints
 
@@ -53,7 +65,7 @@ class Fork:
         if self.before is None:
             wanted, step = f"of step {self.step}", self.step
         else:
-            last = _onset(parent) - self.before
+            last = (_onset(parent) or 0) - self.before
             wanted, step = f"of step {last} or before", max((one for one in kept if one <= last), default=None)
         if step is None or step not in kept:
             there = ", ".join(map(str, sorted(kept))) or "none"
@@ -64,11 +76,7 @@ class Fork:
         return kept[step], step
 
 
-def _onset(run_dir: Path) -> int:
+def _onset(run_dir: Path) -> int | None:
     verdict = read_verdict(run_dir) or {}
     steps = [verdict[key] for key in ("collapse_step", "divergence_step") if verdict.get(key) is not None]
-    if not steps:
-        raise FileNotFoundError(
-            f"run.fork: {run_dir} neither collapsed nor diverged: there is no `before`; give a step."
-        )
-    return int(min(steps))
+    return int(min(steps)) if steps else None

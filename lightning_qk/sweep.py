@@ -205,13 +205,21 @@ class Sweep:
                     return 130
                 if not any(self._can_begin(run) for run in waiting):
                     break
+        never = {run.name: obstacle for run in waiting if (obstacle := self._obstacle(run))}
         for run in waiting:
-            self.display.print(f"{run.name}: not run, it is a fork of {run.parent}, which is not done; run that too")
-        return 1 if failed or waiting else 0
+            why = never.get(run.name) or f"it is a fork of {run.parent}, which is not done; run that too"
+            self.display.print(f"{run.name}: not run, {why}")
+        return 1 if failed or len(waiting) > len(never) else 0
+
+    def _obstacle(self, run: Run) -> str | None:
+        """Why a fork can never begin, though the run that it is a fork of is done."""
+        if run.fork is None or run.parent is None or not is_done(self.directory / run.parent):
+            return None
+        return run.fork.obstacle(run.path)
 
     def _can_begin(self, run: Run) -> bool:
-        """Whether the run that it is a fork of is done, if it is one."""
-        return run.parent is None or is_done(self.directory / run.parent)
+        """Whether the run that it is a fork of, if it is one, is done and had what it needs."""
+        return run.parent is None or (is_done(self.directory / run.parent) and self._obstacle(run) is None)
 
     def _submit(self, hashes: Mapping[str, str], tried: Collection[str]) -> list[Run]:
         """Hand over the runs that nobody runs yet; returns all that are not done, can begin and were not tried."""

@@ -124,6 +124,17 @@ def test_a_fork_without_its_parent_is_not_run(tmp_path: Path) -> None:
     assert lab.launched() == [] and "run that too" in lab.out.getvalue()
 
 
+def test_a_fork_before_an_onset_that_never_came_is_left_out_and_is_no_failure(tmp_path: Path) -> None:
+    lab = lab_with_forks(tmp_path)
+    lab.how = {"fp32/seed_1": "collapsed"}
+    arm = (lab.root / "arm.yaml",)
+    arms, forks = {"late": arm, "fp32": arm}, {"late": Fork("fp32", before=5)}
+    assert lab.sweep(jobs=1, experiment=lab.experiment((0, 1), arms=arms, forks=forks)).run() == 0
+    assert lab.launched() == ["fp32-seed_0", "fp32-seed_1", "late-seed_1"]
+    assert "late/seed_0: not run, " in (said := lab.out.getvalue())
+    assert "fp32/seed_0 neither collapsed nor diverged, so that there is no `before`\n" in said
+
+
 def arguments(root: Path, *overlays: str, fork: Fork | None = None, steps: int = 6) -> list[str]:
     files = ("base", "small", "arms/mxfp4", *overlays)
     args = [part for name in files for part in ("-c", str(STUDENT / f"{name}.yaml"))]
