@@ -251,7 +251,7 @@ def parse_sweep(args: list[str], description: str) -> tuple[Namespace, Experimen
         arms[arm] = [*_listed(arms[fork.arm]), *_listed(stated["arms"][forked[arm]])]
         arm_overrides[arm] = arm_overrides[fork.arm]
     keys, reference, against = grid_keys(grid), options.report.reference, options.report.against
-    named, of_grid = [*listed, *forks], (bases | {fork: fork for fork in forks}, bool(grid))
+    named, of_grid = [*listed, *dict.fromkeys(forked.values())], (bases | forked, bool(grid))
     twins = pick_references("report.reference", reference, named, *of_grid)
     if isinstance(against, str):
         against = {"*": against}

@@ -106,8 +106,8 @@ def pick_references(
         reference: An arm, or arms and patterns of arms to the ones they are compared with. The first that matches an
             arm counts; one that others are compared with is its own.
         arms: The arms of the YAML.
-        bases: Those at the points of a grid, to the arm of the YAML that each is of. Its counterpart is at the same
-            point.
+        bases: Those at the points of a grid and the forks, to the arm of the YAML that each is of. Its counterpart is
+            at the same point or step; an arm that has none there is compared with nothing.
         has_grid: Whether there is a grid.
 
     Raises:
@@ -129,7 +129,8 @@ def pick_references(
         patterns = [pattern for pattern in reference if fnmatch.fnmatchcase(arm, pattern)]
         if arm in reference.values() or patterns:
             found[arm] = arm if arm in reference.values() else reference[patterns[0]]
-    return {arm: found[base] + arm.removeprefix(base) for arm, base in bases.items() if base in found}
+    others = {arm: found[base] + arm.removeprefix(base) for arm, base in bases.items() if base in found}
+    return {arm: other for arm, other in others.items() if other in bases}
 
 
 def _in_name(value: Any) -> str:
