@@ -43,8 +43,8 @@ class ErrorShaping(CleanGradientCallback):
     =============  =====================================================  ==================================
 
     ``random_signs`` and ``frozen_signs`` differ in nothing but time. Inputs behind a LayerNorm without bias have hardly
-    a mean: a projection's error has none either then (``mean_only`` blows up what little there is, whatever its sign)
-    and a constant one does little; ``rank_one`` is a constant direction in general position.
+    a mean: a projection's error has none either then (``mean_only`` blows up what little there is, whatever its sign);
+    ``constant`` and ``rank_one`` are constant directions, that of ``rank_one`` in general position.
 
     Where the run has no error of its own on the route, one can be put there: ``relative_magnitude`` sets the norm to
     that multiple of the clean gradient's. The signs' modes then have all elements of one size.

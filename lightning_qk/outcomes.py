@@ -205,7 +205,7 @@ def runaway_table(arms: Sequence[Arm], compared: Mapping[str, Mapping[str, Mappi
     return Table(
         "Logits ran away",
         [runaway_row(arm, compared) for arm in arms if arm.values("max_logit_peak")],
-        "By the largest one of the run, as it was sampled; Wilson 95 % intervals. Fisher: two-sided, of the rates of "
+        "By the largest one of the run; Wilson 95 % intervals. Fisher: two-sided, of the rates of "
         f"logits above {TESTED_RUNAWAY:,}; Holm: that p corrected for the tests of its column.",
     )
 

@@ -54,7 +54,8 @@ class MXTraining(FaultPrecision):
         native: use the hardware's own scaled products where there are any; else they are emulated.
         attention: roundings inside attention besides.
         gradient: a fault of weight gradients besides; in a product it takes the place of the policy's formats there.
-        base: see :class:`FaultPrecision`, as the next two; ``fp32`` emulates bfloat16 in float32 tensors.
+        base: see :class:`FaultPrecision`, as the next two; ``fp32``: no autocast, so that what the
+            policy has in bfloat16 is emulated in float32 tensors, and preset ``fp32`` is plain float32.
         faults_in_validation: quantise there too.
         seed: base seed of stochastic roundings and of Hadamard signs.
 
