@@ -1,14 +1,14 @@
 """What interventions came to: runs that began with a checkpoint of another run, beside that run.
 
-An intervention averts a collapse if its run does not collapse by its last step, and delays it if it collapses later
-than the run that it began as did. A control, which changes nothing, repeats that run and says nothing of chance; a
-placebo, with other batches, does.
+An intervention averts an onset, a collapse or a divergence by the moving average, if its run has none by its last step,
+and delays it if its own comes later than that of the run that it began as. A control, which changes nothing, repeats
+that run and says nothing of chance; a placebo, with other batches, does.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lightning_qk.outcomes import interval
@@ -16,21 +16,37 @@ from lightning_qk.runs import Arm, Run
 from lightning_qk.statistics import wilson
 from lightning_qk.tables import Table, spread
 
+Onset = Callable[[Run], float | None]
+RULES: dict[str, Onset] = {
+    "collapse": lambda run: run.end if run.collapsed else None,
+    "divergence": lambda run: run.number("divergence_step"),
+}
+
+
+def averted(pairs: Sequence[tuple[Run, Run]], rule: str) -> dict[str, str]:
+    """What became of the onsets of one rule: of forks whose parent had one."""
+    onset = RULES[rule]
+    steps = [(onset(run), begun) for run, parent in pairs if (begun := onset(parent)) is not None]
+    delays = [step - begun for step, begun in steps if step is not None]
+    n, k = len(steps), len(steps) - len(delays)
+    return {
+        f"{rule} averted": f"{k}/{n}" if n else "-",
+        f"{rule}: 95 % interval": interval(wilson(k, n)) if n else "-",
+        f"{rule}: delay of the others": spread(delays, statistics.median),
+        f"{rule}: later": f"{sum(delay > 0 for delay in delays)}/{len(delays)}" if delays else "-",
+    }
+
 
 def fork_row(arm: Arm, runs: Mapping[Path, Run]) -> dict[str, str]:
     """One arm of forks, each beside the run of the same seed that it began as."""
-    pairs = [(run, runs.get(run.path.parent.parent / run.begun_as / run.path.name)) for run in arm.counted]
-    known = [(run, parent) for run, parent in pairs if parent is not None and parent.collapsed]
-    delays = [run.end - parent.end for run, parent in known if run.collapsed]
-    averted = sum(not run.collapsed for run, _ in known)
+    parents = [(run, runs.get(run.path.parent.parent / run.begun_as / run.path.name)) for run in arm.counted]
+    pairs = [(run, parent) for run, parent in parents if parent is not None]
     return {
         "arm": arm.name,
         "began as": ", ".join(dict.fromkeys(run.begun_as for run in arm.counted)),
         "at step": spread([run.begin for run in arm.counted], statistics.median),
-        "averted": f"{averted}/{len(known)}",
-        "95 % interval": interval(wilson(averted, len(known))),
-        "delay of the others": spread(delays, statistics.median),
-        "later": f"{sum(delay > 0 for delay in delays)}/{len(delays)}" if delays else "-",
+        **averted(pairs, "collapse"),
+        **averted(pairs, "divergence"),
     }
 
 
@@ -41,7 +57,7 @@ def fork_table(arms: Sequence[Arm]) -> Table:
     return Table(
         "Interventions",
         rows,
-        "Forks of runs that collapsed: averted are those that did not by their last step, with Wilson's 95 % interval; "
-        "the others' delay is from the collapse of the run that each began as to its own, in steps, median "
-        "[least..largest].",
+        "Forks, beside the runs that they began as. Averted: of those that began as a run that collapsed (or diverged, "
+        "by the moving average) the ones that did not, with Wilson's 95 % interval; delay of the "
+        "others: from the onset of the run that each began as to its own, in steps, median [least..largest].",
     )

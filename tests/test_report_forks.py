@@ -32,9 +32,9 @@ def test_what_averts_and_what_delays(tmp_path: Path) -> None:
     _, out = make_report([root])
     text = (out / "report.md").read_text()
     assert cells(text, "bump", "## Interventions")[1:] == [
-        *("e4m3", "35 [30..50]", "1/3", "0.06..0.79", "25 [20..30]", "2/2")
+        *("e4m3", "35 [30..50]", "1/3", "0.06..0.79", "25 [20..30]", "2/2", "-", "-", "-", "-")
     ]
-    assert cells(text, "control", "## Interventions")[3:] == ["0/2", "0.00..0.66", "0", "0/2"]
+    assert cells(text, "control", "## Interventions")[3:7] == ["0/2", "0.00..0.66", "0", "0/2"]
     assert "\n| e4m3 " not in text[text.index("## Interventions") : text.index("## Collapsed under")]
     # survival is from the fork on
     lifetimes = {arm.name: arm.lifetimes for arm in group_arms(find_runs([root]))}
@@ -42,6 +42,17 @@ def test_what_averts_and_what_delays(tmp_path: Path) -> None:
     assert lifetimes["e4m3"] == ([40.0, 50.0, 60.0], [100.0])
     assert cells(text, "control", "## Survival")[3] == "10"
     assert "Optimizer step since the run began" in (out / "survival.svg").read_text()
+
+
+def test_a_spike_that_comes_back_is_averted_too(tmp_path: Path) -> None:
+    root = tmp_path / "demo"
+    for seed, onset in enumerate((40, 50, 60, None)):
+        write_run(root, "e4m3", seed, "completed", divergence_step=onset)
+    for seed, onset in enumerate((None, 75, 50, 45)):
+        fork(root, "bump", seed, 30, None, divergence_step=onset)
+    _, out = make_report([root])
+    row = cells((out / "report.md").read_text(), "bump", "## Interventions")
+    assert row[3:] == ["-", "-", "-", "-", "1/3", "0.06..0.79", "7.50 [-10..25]", "1/2"]
 
 
 def test_without_forks_there_is_no_such_table(tmp_path: Path) -> None:
