@@ -12,6 +12,7 @@ named too.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from argparse import ArgumentError
 from collections import defaultdict
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jsonargparse import ArgumentParser
 
 from lightning_qk import crash_rule, error_coherence, extrapolation
@@ -47,7 +47,7 @@ from lightning_qk.outcomes import (
 from lightning_qk.runs import Arm, Run, find_runs, group_arms, pick_opponents, pick_twins
 from lightning_qk.scaling_tables import scaling_tables
 from lightning_qk.tables import Table, as_csv, as_latex, as_text
-from lightning_qk.verdict import write_text_atomic
+from lightning_qk.verdict import encode, write_text_atomic
 
 NAMED = 8
 """Runs that a remark names before it only counts."""
@@ -165,7 +165,7 @@ def _problems(run: Run, scalars: Mapping[str, Any]) -> Iterator[str]:
         value = run.number(key)
         if run.counted and value is None:
             yield f"verdict without {key}" + ("; its last step stands in" if key == "collapse_step" else "")
-        elif run.counted and value is not None and not np.isfinite(value):
+        elif run.counted and value is not None and not math.isfinite(value):
             yield f"verdict: {key} is {value}"
 
 
@@ -251,16 +251,7 @@ def as_json(report: Report) -> str:
     rows = zip(report.arms, numbers(report), strict=True)
     arms = [row | {"runs": [verdict(run) for run in arm.runs]} for arm, row in rows]
     content = {"healthy": sorted(report.healthy), "arms": arms, "problems": report.problems}
-    return json.dumps(_encode(content), indent=2, allow_nan=False)
-
-
-def _encode(value: Any) -> Any:
-    """What is not finite as "nan", "inf" and "-inf", as verdicts have it."""
-    if isinstance(value, Mapping):
-        return {key: _encode(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encode(item) for item in value]
-    return str(float(value)) if isinstance(value, float) and not np.isfinite(value) else value
+    return json.dumps(encode(content), indent=2, allow_nan=False)
 
 
 def write(report: Report, out: Path) -> None:

@@ -51,7 +51,7 @@ def write_json_atomic(path: Path | str, value: Any) -> None:
 
     Floats that are not finite become the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which JSON can hold.
     """
-    write_text_atomic(path, json.dumps(_encode(value), indent=1, allow_nan=False) + "\n")
+    write_text_atomic(path, json.dumps(encode(value), indent=1, allow_nan=False) + "\n")
 
 
 def write_sealed(path: Path | str, value: Mapping[str, Any]) -> None:
@@ -75,7 +75,7 @@ def unsealed(value: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _checksum(value: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(_encode(value), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(encode(value), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_verdict(run_dir: Path | str) -> dict[str, Any] | None:
@@ -138,13 +138,14 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """What JSON has no word for: numbers that are not finite as "nan", "inf" and "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    if isinstance(value, dict):
-        return {str(key): _encode(item) for key, item in value.items()}
+        return str(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_encode(item) for item in value]
+        return [encode(item) for item in value]
     return value
 
 
