@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from runs import callback, run_args, write_tokens
 from sweep_lab import Lab
 
 from lightning_qk.checkpoints import global_step
@@ -221,3 +222,13 @@ def test_before_the_onset_is_the_newest_checkpoint_old_enough(tmp_path: Path) ->
         fork(50, collapse_step=90)
     with pytest.raises(FileNotFoundError, match="neither collapsed nor diverged"):
         fork(50, collapse_step=None)
+
+
+def test_a_fork_may_bring_a_guard_that_its_parent_had_not(tmp_path: Path) -> None:
+    data = write_tokens(tmp_path / "data")
+    assert main(["fit", *run_args(tmp_path, data, steps=3)]) == 0
+    fork = ["--run.arm", "guarded", '--run.fork={"arm": "arm", "step": 3}', "--ckpt_path", "last"]
+    guard = callback("QKGuard", threshold=1e-6, trigger="max_logit")
+    assert main(["fit", *run_args(tmp_path, data, guard), *fork]) == 0
+    verdict = read_verdict(tmp_path / "exp" / "guarded" / "seed_3")
+    assert verdict is not None and verdict["fork"]["step"] == 3 and verdict["guard_step"] == 4
