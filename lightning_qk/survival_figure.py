@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLUMNS = 4
+LONGEST = 22
+"""Characters of a name that fit over a panel."""
 
 
 def draw_survival(arms: Sequence[Arm], twins: Mapping[str, Arm], healthy: Collection[str], out: Path) -> None:
@@ -75,10 +77,12 @@ def _arm(axes: Axes, arm: Arm, colour: str) -> None:
     censored = np.unique(arm.lifetimes.censored)
     at = curve.fraction[np.searchsorted(curve.steps, censored, side="right") - 1]
     axes.plot(censored, at, linestyle="", marker="|", markersize=7, markeredgewidth=1.6, color=colour, clip_on=False)
-    name = arm.name if len(arm.name) <= 22 else f"{arm.name[:21]}…"
+    # of a long name the point of the grid or the fork, which would be cut off, goes into the panel
+    name, _, point = arm.name.partition("-") if len(arm.name) > LONGEST else (arm.name, "", "")
+    axes.annotate(point, (0.02, 0.1), xycoords="axes fraction", color=MUTED, fontsize=8)
     label = axes.annotate(
-        name, (0, 1), (0, 3), xycoords="axes fraction", textcoords="offset points", color=colour, weight="bold",
-        fontsize=8.5, va="bottom",
+        name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…", (0, 1), (0, 3), xycoords="axes fraction",
+        textcoords="offset points", color=colour, weight="bold", fontsize=8.5, va="bottom",
     )  # fmt: skip
     axes.annotate(
         f"{arm.k}/{arm.n}", (1, 0), (5, 0), xycoords=label, textcoords="offset points", color=MUTED, fontsize=8.5,
