@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_qk.verdict import read_verdict
@@ -41,10 +42,15 @@ class Fork:
 
     def obstacle(self, run_dir: Path) -> str | None:
         """Why the run in ``run_dir`` can never begin though the other one is done; None if nothing is in its way."""
-        parent = self._parent(run_dir)
-        if self.before is None or _onset(parent) is not None:
+        if self.before is None:
             return None
-        return f"{parent} neither collapsed nor diverged, so that there is no `before`"
+        parent = self._parent(run_dir)
+        if (onset := _onset(parent)) is None:
+            return f"{parent} neither collapsed nor diverged, so that there is no `before`"
+        first = min(_kept(parent), default=None)
+        if first is None or first <= onset - self.before:
+            return None
+        return f"{parent} had its onset at step {onset}, its first checkpoint {onset - first} before, not {self.before}"
 
     def _parent(self, run_dir: Path) -> Path:
         return run_dir.parent.parent / self.arm / run_dir.name
@@ -53,15 +59,12 @@ class Fork:
         """The checkpoint that the run in ``run_dir`` begins with, and its step.
 
         Raises:
-            FileNotFoundError: the other run has kept none, or had no onset.
+            FileNotFoundError: the other run has kept none, or had no onset, or too early a one.
         """
         parent = self._parent(run_dir)
         if (obstacle := self.obstacle(run_dir)) is not None:
             raise FileNotFoundError(f"run.fork: {obstacle}; give a step.")
-        # here: a sweep reads its YAML without torch
-        from lightning_qk.checkpoints import global_step, whole_checkpoints
-
-        kept = {global_step(path): path for path in whole_checkpoints(parent)}
+        kept = _kept(parent)
         if self.before is None:
             wanted, step = f"of step {self.step}", self.step
         else:
@@ -74,6 +77,14 @@ class Fork:
                 "there (every_n_train_steps) and keep it (save_top_k, -1 for all)."
             )
         return kept[step], step
+
+
+def _kept(run_dir: Path) -> Mapping[int, Path]:
+    """Whole checkpoints of a run, by step; all of them are read."""
+    # here: a sweep reads its YAML without torch
+    from lightning_qk.checkpoints import global_step, whole_checkpoints
+
+    return {global_step(path): path for path in whole_checkpoints(run_dir)}
 
 
 def _onset(run_dir: Path) -> int | None:

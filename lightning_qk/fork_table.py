@@ -24,9 +24,9 @@ RULES: dict[str, Onset] = {
 
 
 def averted(pairs: Sequence[tuple[Run, Run]], rule: str) -> dict[str, str]:
-    """What became of the onsets of one rule: of forks whose parent had one."""
+    """What became of the onsets of one rule: of forks that began before their parent had one."""
     onset = RULES[rule]
-    steps = [(onset(run), begun) for run, parent in pairs if (begun := onset(parent)) is not None]
+    steps = [(onset(run), begun) for run, parent in pairs if (begun := onset(parent) or 0) > run.begin]
     delays = [step - begun for step, begun in steps if step is not None]
     n, k = len(steps), len(steps) - len(delays)
     return {
@@ -37,14 +37,13 @@ def averted(pairs: Sequence[tuple[Run, Run]], rule: str) -> dict[str, str]:
     }
 
 
-def fork_row(arm: Arm, runs: Mapping[Path, Run]) -> dict[str, str]:
-    """One arm of forks, each beside the run of the same seed that it began as."""
-    parents = [(run, runs.get(run.path.parent.parent / run.begun_as / run.path.name)) for run in arm.counted]
-    pairs = [(run, parent) for run, parent in parents if parent is not None]
+def fork_row(arm: str, done: Sequence[Run], runs: Mapping[Path, Run]) -> dict[str, str]:
+    """Forks of one arm, each beside the run of the same seed that it began as."""
+    pairs = [(run, parent) for run in done if (parent := runs.get(run.parent)) is not None]
     return {
-        "arm": arm.name,
-        "began as": ", ".join(dict.fromkeys(run.begun_as for run in arm.counted)),
-        "at step": spread([run.begin for run in arm.counted], statistics.median),
+        "arm": arm,
+        "began as": ", ".join(dict.fromkeys(run.begun_as for run in done)),
+        "at step": spread([run.begin for run in done], statistics.median),
         **averted(pairs, "collapse"),
         **averted(pairs, "divergence"),
     }
@@ -53,11 +52,12 @@ def fork_row(arm: Arm, runs: Mapping[Path, Run]) -> dict[str, str]:
 def fork_table(arms: Sequence[Arm]) -> Table:
     """Every arm of forks; no rows where there is none."""
     runs = {run.path: run for arm in arms for run in arm.runs}
-    rows = [fork_row(arm, runs) for arm in arms if arm.n and all(run.begun_as for run in arm.counted)]
+    done = {arm.name: [run for run in arm.runs if run.done] for arm in arms}
+    rows = [fork_row(name, mine, runs) for name, mine in done.items() if mine and all(run.begun_as for run in mine)]
     return Table(
         "Interventions",
         rows,
         "Forks, beside the runs that they began as. Averted: of those that began as a run that collapsed (or diverged, "
-        "by the moving average) the ones that did not, with Wilson's 95 % interval; delay of the "
+        "by the moving average) after it the ones that did not, with Wilson's 95 % interval; delay of the "
         "others: from the onset of the run that each began as to its own, in steps, median [least..largest].",
     )

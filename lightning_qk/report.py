@@ -145,7 +145,9 @@ def gather(runs: Sequence[Run], reference: str | None = None, against: str | Non
 
 def _problems(run: Run, scalars: Mapping[str, Any]) -> Iterator[str]:
     """What is missing in a run, or not finite."""
-    if not run.counted:
+    if run.moot:
+        yield "not counted: began as a run that did not collapse"
+    elif not run.counted:
         yield f"not counted: {run.state}" + (f" ({run.problem})" if run.problem else "")
     if not scalars:
         yield "no scalars in its event files"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ class Run:
     arm: str
     seed: int
     verdict: Mapping[str, Any] | None
+    moot: bool = False
+    """A fork of a run that did not collapse: it has nothing to avert, and would only lengthen its arm's survival."""
 
     @property
     def state(self) -> str:
@@ -39,8 +42,12 @@ class Run:
         return str(said or "").strip().rpartition("\n")[2]
 
     @property
-    def counted(self) -> bool:
+    def done(self) -> bool:
         return self.state in DONE
+
+    @property
+    def counted(self) -> bool:
+        return self.done and not self.moot
 
     @property
     def collapsed(self) -> bool:
@@ -62,6 +69,11 @@ class Run:
     def begun_as(self) -> str:
         """The arm whose checkpoint it began with; empty for a run that began at step 0."""
         return str(((self.verdict or {}).get("fork") or {}).get("arm", ""))
+
+    @property
+    def parent(self) -> Path:
+        """The directory of the run that it began as."""
+        return self.path.parent.parent / self.begun_as / self.path.name
 
     @property
     def begin(self) -> float:
@@ -140,7 +152,12 @@ def find_runs(directories: Sequence[Path]) -> list[Run]:
             raise ValueError(f"{directory}: holds no runs (no <arm>/seed_<n> directory); run `fit` or `sweep` first")
         for path in paths:
             found[path] = Run(path, path.parent.name, int(path.name[5:]), read_verdict(path))
-    return list(found.values())
+    return [dataclasses.replace(run, moot=_is_moot(run, found)) for run in found.values()]
+
+
+def _is_moot(run: Run, runs: Mapping[Path, Run]) -> bool:
+    parent = runs.get(run.parent)
+    return bool(run.begun_as) and parent is not None and not parent.collapsed
 
 
 def is_aggregate(path: Path) -> bool:

@@ -115,6 +115,7 @@ class Sweep:
         self.manifest, self.queue = Manifest(self.directory), JobQueue(self.directory)
         self.resolve, self.launcher, self.display = resolve, launcher, display or Display(sys.stdout)
         self._resolved: dict[str, Resolved] = {}
+        self._obstacles: dict[str, str | None] = {}
 
     def resolved(self, run: Run) -> Resolved:
         """What a run would be: any mistake in its arm is found here.
@@ -215,7 +216,9 @@ class Sweep:
         """Why a fork can never begin, though the run that it is a fork of is done."""
         if run.fork is None or run.parent is None or not is_done(self.directory / run.parent):
             return None
-        return run.fork.obstacle(run.path)
+        if run.name not in self._obstacles:  # asked for again and again, and all checkpoints are read for it
+            self._obstacles[run.name] = run.fork.obstacle(run.path)
+        return self._obstacles[run.name]
 
     def _can_begin(self, run: Run) -> bool:
         """Whether the run that it is a fork of, if it is one, is done and had what it needs."""

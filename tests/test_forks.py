@@ -218,8 +218,9 @@ def test_before_the_onset_is_the_newest_checkpoint_old_enough(tmp_path: Path) ->
     assert fork(30, collapse_step=180, divergence_step=None) == 150
     assert fork(31, collapse_step=180) == 100
     assert fork(31, collapse_step=180, divergence_step=90) == 50
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 40 or before \(steps kept: 50, 100, 150\)"):
+    with pytest.raises(FileNotFoundError, match="onset at step 90, its first checkpoint 40 before, not 50"):
         fork(50, collapse_step=90)
+    assert Fork("fp8", before=50).obstacle(run) is not None and Fork("fp8", before=40).obstacle(run) is None
     with pytest.raises(FileNotFoundError, match="neither collapsed nor diverged"):
         fork(50, collapse_step=None)
 

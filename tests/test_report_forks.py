@@ -38,7 +38,8 @@ def test_what_averts_and_what_delays(tmp_path: Path) -> None:
     assert "\n| e4m3 " not in text[text.index("## Interventions") : text.index("## Collapsed under")]
     # survival is from the fork on
     lifetimes = {arm.name: arm.lifetimes for arm in group_arms(find_runs([root]))}
-    assert lifetimes["bump"] == ([30.0, 40.0], [70.0, 70.0])
+    assert lifetimes["bump"] == ([30.0, 40.0], [70.0])  # not the one that had nothing to avert
+    assert "not counted: began as a run that did not collapse: bump/seed_3" in text
     assert lifetimes["e4m3"] == ([40.0, 50.0, 60.0], [100.0])
     assert cells(text, "control", "## Survival")[3] == "10"
     assert "Optimizer step since the run began" in (out / "survival.svg").read_text()
@@ -53,6 +54,17 @@ def test_a_spike_that_comes_back_is_averted_too(tmp_path: Path) -> None:
     _, out = make_report([root])
     row = cells((out / "report.md").read_text(), "bump", "## Interventions")
     assert row[3:] == ["-", "-", "-", "-", "1/3", "0.06..0.79", "7.50 [-10..25]", "1/2"]
+
+
+def test_an_onset_before_the_fork_cannot_be_averted(tmp_path: Path) -> None:
+    root = tmp_path / "demo"
+    for seed in (0, 1):
+        write_run(root, "e4m3", seed, "collapsed", collapse_step=60, divergence_step=(20, 55)[seed])
+        fork(root, "bump", seed, 30, 70, divergence_step=(20, 65)[seed])
+    _, out = make_report([root])
+    assert cells((out / "report.md").read_text(), "bump", "## Interventions")[3:] == [
+        *("0/2", "0.00..0.66", "10", "2/2", "0/1", "0.00..0.79", "10", "1/1")
+    ]
 
 
 def test_without_forks_there_is_no_such_table(tmp_path: Path) -> None:
