@@ -61,6 +61,7 @@ class Report:
         title: Names of the experiments.
         arms: Arms in the order in which they are listed.
         twins: The healthy twin of an arm, by name.
+        against: The second arm that an arm is compared with, by name.
         scalars: What each run logged, by run directory and tag.
         judged: The runs under every crash rule.
         errors: The errors of the gradient, of runs that read them.
@@ -72,6 +73,7 @@ class Report:
     title: str
     arms: Sequence[Arm]
     twins: Mapping[str, Arm]
+    against: Mapping[str, Arm]
     scalars: Scalars
     judged: Judged
     errors: Errors
@@ -137,6 +139,7 @@ def gather(runs: Sequence[Run], reference: str | None = None, against: str | Non
         scalars=scalars,
         judged=judge_all(arms, scalars),
         errors=error_coherence.measure(runs, scalars),
+        against=second.arms,
         compared={side: comparisons(arms, others) for side, others in sides.items()},
         extrapolations=extrapolations,
         problems=problems,
@@ -268,7 +271,7 @@ def write(report: Report, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     draw(report.arms, report.healthy, report.scalars, out)
     if report.counted:
-        draw_survival(report.counted, report.twins, report.healthy, out)
+        draw_survival(report.counted, {**report.against, **report.twins}, report.healthy, out)
     if report.errors:
         draw_coherence(report.arms, report.healthy, report.errors, out)
     if report.fitted:

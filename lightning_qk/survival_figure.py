@@ -20,12 +20,12 @@ LONGEST = 22
 """Characters of a name that fit over a panel."""
 
 
-def draw_survival(arms: Sequence[Arm], twins: Mapping[str, Arm], healthy: Collection[str], out: Path) -> None:
+def draw_survival(arms: Sequence[Arm], others: Mapping[str, Arm], healthy: Collection[str], out: Path) -> None:
     """Write `survival.png` and `survival.svg`.
 
     Args:
         arms: Arms with counted runs, in the order in which they are listed.
-        twins: The healthy twin of an arm, by name; drawn behind it.
+        others: What an arm is compared with, by name: its healthy twin or, without one, a second arm; drawn behind it.
         healthy: Names of the arms that are twins.
         out: Directory to write to; both files are replaced atomically.
     """
@@ -45,23 +45,23 @@ def draw_survival(arms: Sequence[Arm], twins: Mapping[str, Arm], healthy: Collec
             left=0.065, right=0.985, top=1 - 0.92 / height, bottom=0.5 / height, hspace=0.42, wspace=0.1
         )
         for axes, arm in zip(grid.flat, arms, strict=False):
-            twin = twins.get(arm.name)
-            if twin is not None and twin.n and twin is not arm:
-                _curve(axes, kaplan_meier(twin.lifetimes), INK, 0.9)
+            other = others.get(arm.name)
+            if other is not None and other.n and other is not arm:
+                _curve(axes, kaplan_meier(other.lifetimes), INK, 0.9)
             _arm(axes, arm, styles[arm.name]["color"])
         for axes in grid.flat[len(arms) :]:
             axes.set_visible(False)
         for column in range(columns):  # the lowest panel of a column that the last row may leave open
             lowest = grid.flat[max(index for index in range(len(arms)) if index % columns == column)]
             lowest.tick_params(labelbottom=True)
-            lowest.set_xlabel("Optimizer step" + (" since the run began" if forked else ""), color=MUTED, fontsize=8.5)
+            lowest.set_xlabel("Steps since it began" if forked else "Optimizer step", color=MUTED, fontsize=8.5)
         grid[0, 0].set_xlim(0, max(1.0, *(run.end - run.begin for arm in arms for run in arm.counted)))
         grid[0, 0].set_ylim(-0.04, 1.08)
         grid[0, 0].set_yticks([0, 0.5, 1], ["0", "0.5", "1"])
         grid[0, 0].xaxis.set_major_locator(MaxNLocator(4, prune="upper"))  # the last label would touch the next panel
         title = ", ".join(dict.fromkeys(run.path.parent.parent.name for arm in arms for run in arm.runs))
         figure.text(0.065, 1 - 0.12 / height, title, fontsize=13, weight="bold", va="top")
-        note = "Fraction of runs not collapsed; band: 95 % interval; ticks: runs that ended healthy; thin: healthy twin"
+        note = "Fraction of runs not collapsed; band: 95 % interval; ticks: runs that ended healthy; thin: the other arm"
         figure.text(0.065, 1 - 0.42 / height, note, color=MUTED, fontsize=8.5, va="top")
         save(figure, out / "survival")
 

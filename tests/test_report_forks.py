@@ -42,7 +42,7 @@ def test_what_averts_and_what_delays(tmp_path: Path) -> None:
     assert "not counted: began as a run that did not collapse: bump/seed_3" in text
     assert lifetimes["e4m3"] == ([40.0, 50.0, 60.0], [100.0])
     assert cells(text, "control", "## Survival")[3] == "10"
-    assert "Optimizer step since the run began" in (out / "survival.svg").read_text()
+    assert "Steps since it began" in (out / "survival.svg").read_text()
 
 
 def test_a_spike_that_comes_back_is_averted_too(tmp_path: Path) -> None:
