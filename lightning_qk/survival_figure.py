@@ -61,7 +61,7 @@ def draw_survival(arms: Sequence[Arm], others: Mapping[str, Arm], healthy: Colle
         grid[0, 0].xaxis.set_major_locator(MaxNLocator(4, prune="upper"))  # the last label would touch the next panel
         title = ", ".join(dict.fromkeys(run.path.parent.parent.name for arm in arms for run in arm.runs))
         figure.text(0.065, 1 - 0.12 / height, title, fontsize=13, weight="bold", va="top")
-        note = "Fraction of runs not collapsed; band: 95 % interval; ticks: runs that ended healthy; thin: the other arm"
+        note = "Fraction of runs not collapsed; band: 95 % interval; ticks: runs that ended healthy; thin: other arm"
         figure.text(0.065, 1 - 0.42 / height, note, color=MUTED, fontsize=8.5, va="top")
         save(figure, out / "survival")
 
