@@ -9,18 +9,19 @@ from typing_extensions import override
 
 from lightning_qk.sites.site import QK_NORM_EPS, rms_normalise
 
-QK_NORMS = ("rms", "rms_learnable", "rms_full_width", "layernorm")
+QK_NORMS = ("rms", "rms_learnable", "rms_full_width", "layernorm", "layernorm_full_width")
 
 
 class QKNorm(nn.Module):
     """Normalisation of queries or keys in float32, before rotary positions; logits keep their 1/sqrt(D).
 
-    ================  ==========================================================================================
-    rms               RMS of every head, no parameters: what :class:`callbacks.QKGuard` switches on
-    rms_learnable     RMS of every head, one gain a channel of the head, shared by heads (Qwen3, arXiv 2505.09388)
-    rms_full_width    RMS over all heads together, one gain a channel (OLMo 2, arXiv 2501.00656)
-    layernorm         LayerNorm of every head, one gain a channel of the head, no bias (ViT-22B, arXiv 2302.05442)
-    ================  ==========================================================================================
+    ====================  ==========================================================================================
+    rms                   RMS of every head, no parameters: what :class:`callbacks.QKGuard` switches on
+    rms_learnable         RMS of every head, one gain a channel of the head, shared by heads (Qwen3, arXiv 2505.09388)
+    rms_full_width        RMS over all heads together, one gain a channel (OLMo 2, arXiv 2501.00656)
+    layernorm             LayerNorm of every head, one gain a channel of the head, no bias (ViT-22B, arXiv 2302.05442)
+    layernorm_full_width  LayerNorm over all heads together, one gain a channel, no bias (OLMo's attention_layer_norm)
+    ====================  ==========================================================================================
 
     Only the first bounds the logits, by sqrt(D); the gains of the others can grow.
 
@@ -32,8 +33,8 @@ class QKNorm(nn.Module):
 
     def __init__(self, kind: str, n_heads: int, head_dim: int) -> None:
         super().__init__()
-        width = n_heads * head_dim if kind == "rms_full_width" else head_dim
-        self.kind = kind
+        self.kind, self.full_width = kind, kind.endswith("_full_width")
+        width = n_heads * head_dim if self.full_width else head_dim
         self.weight = None if kind == "rms" else nn.Parameter(torch.ones(width))
 
     def forward(self, x_BHTD: Tensor) -> Tensor:
@@ -41,14 +42,18 @@ class QKNorm(nn.Module):
         if self.weight is None:
             return rms_normalise(x_BHTD)
         x, gain = x_BHTD.float(), self.weight.float()
-        if self.kind == "rms_full_width":
+        if self.full_width:
             x = x.transpose(1, 2)
-            normed = F.rms_norm(x.flatten(2), gain.shape, gain, QK_NORM_EPS).view(x.shape).transpose(1, 2)
-        elif self.kind == "layernorm":
-            normed = F.layer_norm(x, gain.shape, gain, eps=QK_NORM_EPS)
+            normed = self._normalise(x.flatten(2), gain).view(x.shape).transpose(1, 2)
         else:
-            normed = F.rms_norm(x, gain.shape, gain, QK_NORM_EPS)
+            normed = self._normalise(x, gain)
         return normed.to(x_BHTD.dtype)
+
+    def _normalise(self, x: Tensor, gain: Tensor) -> Tensor:
+        """Over the last axis."""
+        if self.kind.startswith("layernorm"):
+            return F.layer_norm(x, gain.shape, gain, eps=QK_NORM_EPS)
+        return F.rms_norm(x, gain.shape, gain, QK_NORM_EPS)
 
 
 class SigmaLinear(nn.Linear):

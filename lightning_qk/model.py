@@ -64,7 +64,7 @@ class GPTConfig:
     tied: bool = True
     dropout: float = 0.0
     mlp_ratio: int = 4
-    qk_norm: Literal["none", "rms", "rms_learnable", "rms_full_width", "layernorm"] = "none"
+    qk_norm: Literal["none", "rms", "rms_learnable", "rms_full_width", "layernorm", "layernorm_full_width"] = "none"
     softcap: float | None = None
     sigma_reparam: bool = False
     z_loss: float = 0.0

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from lightning_qk.cli import build, main, resolve_run
 from lightning_qk.experiment import parse_sweep
+from lightning_qk.model import GPT, GPTConfig
 from lightning_qk.mx_policy import CHANGES, OPERANDS, PRESETS, MXPolicy
 from lightning_qk.operand_format import OperandFormat
 from lightning_qk.precision import MXTraining
@@ -126,6 +129,69 @@ def test_the_grid_of_formats_has_every_pair_once(monkeypatch: pytest.MonkeyPatch
         assert policy.ln_affine == "bf16"
     for fmt in filter(None, of.values()):
         assert policies[fmt] == MXPolicy.preset(fmt) and policies[fmt].ln_affine == "mx"
+
+
+OLMO = yaml.safe_load((CONFIGS / "olmo.yaml").read_text())
+BUDGETS = {"2e17": 2e17, "4e17": 4.37e17, "1e18": 9.56e17, "2e18": 2.09e18, "5e18": 4.57e18}
+BUDGETS |= {"1e19": 1e19, "2e19": 2.2e19, "5e19": 4.84e19}
+
+
+@functools.cache
+def olmo(**fields: Any) -> tuple[GPTConfig, int]:
+    """Configuration and number of parameters of ``olmo.yaml`` with these fields."""
+    config = GPTConfig.preset(OLMO["model"]["preset"], **{**OLMO["model"]["overrides"], **fields})
+    with torch.device("meta"):
+        return config, sum(p.numel() for p in GPT(config).parameters())
+
+
+def model_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.rpartition(".")[2]: value for key, value in settings.items() if key.startswith("model.overrides.")}
+
+
+def test_every_point_of_the_compute_budget_is_its_budget_in_batches_of_512() -> None:
+    _, experiment = parse_sweep(["-c", str(CONFIGS / "experiments" / "compute_budget.yaml")], "")
+    points = {arm.removeprefix("bf16-"): point for arm, point in experiment.points.items() if arm.startswith("bf16-")}
+    layers = {point["model.overrides.n_layers"] for point in points.values()}
+    assert (len(points), len(layers)) == (45, 11)
+    assert points.keys() == {
+        f"n{n}-{label}"
+        for n in layers
+        for label, flops in BUDGETS.items()
+        if 2 < flops / 6 / olmo(n_layers=n, n_heads=n, d_model=64 * n)[1] ** 2 < 200
+    }
+    for name, point in points.items():
+        config, n = olmo(**model_fields(point))
+        size, _, label = name.partition("-")
+        assert (size, config.n_heads, config.head_dim) == (f"n{config.n_layers}", config.n_layers, 64)
+        data = {key: point.get(f"data.init_args.{key}", value) for key, value in OLMO["data"]["init_args"].items()}
+        accumulated = point.get("trainer.accumulate_grad_batches", OLMO["trainer"]["accumulate_grad_batches"])
+        assert data["batch_size"] * accumulated == 512 and config.context == 512, name
+        assert data["batch_size"] * data["val_batches"] == 4096, name  # all validate on the same tokens
+        steps = point["trainer.max_steps"]
+        assert steps == round(BUDGETS[label] / (6 * n * 262_144)), name
+        assert point["model.warmup_steps"] == round(steps / 5), name
+        assert point["trainer.val_check_interval"] == steps * accumulated, name
+        # the estimate in the file's first lines
+        tokens, channels = data["batch_size"] * config.context, config.n_layers * config.d_model
+        assert tokens * (93 * channels + 16 * config.vocab_size) + 18 * n < 70e9, name
+
+
+def test_arms_of_the_compute_budget_have_gains_in_bfloat16_but_for_one() -> None:
+    content = yaml.safe_load((CONFIGS / "experiments" / "compute_budget.yaml").read_text())
+    for name, listed in content["arms"].items():
+        paths = [listed] if isinstance(listed, str) else listed
+        policy = plugin_of(CONFIGS / "experiments" / path for path in paths).matmul.policy
+        affine: Any = "mx" if name.endswith("_gains") else "bf16"
+        assert policy == dataclasses.replace(MXPolicy.preset(name.removesuffix("_gains")), ln_affine=affine), name
+
+
+def test_the_papers_size_of_the_grid_of_formats_is_its_pair_of_runs() -> None:
+    _, experiment = parse_sweep(["-c", str(CONFIGS / "experiments" / "mx_formats.yaml"), "--size", "paper"], "")
+    config, n = olmo(**model_fields(experiment.overrides))
+    steps = experiment.overrides["trainer.max_steps"]
+    assert (config.n_layers, config.n_heads, config.d_model, steps) == (9, 9, 576, 50_000)
+    assert experiment.overrides["model.warmup_steps"] == steps // 5
+    assert (round(n / 1e6), round(steps * 262_144 / n)) == (94, 140)
 
 
 def test_a_switched_and_monitored_run(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def loud(model: GPT, std: float = 1.0) -> GPT:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"qk_norm": "l2"}, "qk_norm='l2' is not one of none, rms, rms_learnable, rms_full_width, layernorm"),
+        ({"qk_norm": "l2"}, f"qk_norm='l2' is not one of none, {', '.join(QK_NORMS)}"),
         ({"softcap": 0.0}, "softcap=0.0"),
         ({"softcap": math.inf}, "softcap=inf"),
         ({"z_loss": -1.0}, "z_loss=-1.0"),
@@ -64,14 +64,12 @@ def test_without_baselines_there_is_nothing_new_to_train() -> None:
 def by_formula(kind: str, x: Tensor, gain: Tensor) -> Tensor:
     """[B, H, T, D] in float64."""
     wide = x.double()
-    if kind == "layernorm":
-        centred = wide - wide.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain.double()
-    if kind == "rms_full_width":
-        flat = wide.transpose(1, 2).flatten(2)
-        normed = flat / (flat.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain.double()
-        return normed.view(*wide.transpose(1, 2).shape).transpose(1, 2)
-    return wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain.double()
+    if kind.endswith("_full_width"):
+        wide = wide.transpose(1, 2).flatten(2)
+    if kind.startswith("layernorm"):
+        wide = wide - wide.mean(-1, keepdim=True)
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain.double()
+    return normed if normed.ndim == 4 else normed.unflatten(2, (x.shape[1], -1)).transpose(1, 2)
 
 
 @pytest.mark.parametrize("kind", QK_NORMS)
@@ -81,7 +79,7 @@ def test_a_qk_norm_is_its_formula(kind: str, dtype: torch.dtype) -> None:
     assert (norm.weight is None) == (kind == "rms")
     gain = torch.ones(8)
     if norm.weight is not None:
-        assert norm.weight.shape == ((24,) if kind == "rms_full_width" else (8,))
+        assert norm.weight.shape == ((24,) if kind.endswith("_full_width") else (8,))
         nn.init.normal_(norm.weight, mean=1.0)
         gain = norm.weight.detach()
     x = (torch.randn(2, 3, 5, 8) * 4 + 1).to(dtype)
@@ -97,7 +95,7 @@ def test_a_model_with_qk_norm_starts_bounded_and_trains_its_gains(kind: str, pos
     model = loud(gpt(qk_norm=kind, positions=positions), std=5.0)
     model.loss(*tokens()).backward()
     logits = max(float(site.core.max_logit_H.max()) for site in attention_sites(model))
-    heads = 2 if kind == "rms_full_width" else 1  # one head may have all of the width's norm
+    heads = 2 if kind.endswith("_full_width") else 1  # one head may have all of the width's norm
     assert 0.5 < logits <= heads * math.sqrt(8) * (1 + 1e-5)
     gains = [
         gradient for name, gradient in gradients(model).items() if "_norm.weight" in name and "attention.q" in name

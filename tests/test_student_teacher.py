@@ -157,6 +157,8 @@ class TestRuns:
     def test_the_teacher_and_validation_are_never_under_the_policy(self, tmp_path: Path) -> None:
         module = student()
         teacher, before = weights(module.teacher), sum(1 for _ in module.teacher.modules())
+        targets: list[tuple[Tensor, Tensor]] = []
+        module.teacher.register_forward_hook(lambda _, inputs, target: targets.append((*inputs, target)))
         settings: dict[str, Any] = dict(max_steps=2, limit_val_batches=1.0, val_check_interval=2)
         module, recording = fit_student(tmp_path, plugin=mx(), model=module, **settings)
         assert_same(weights(module.teacher), teacher)
@@ -168,8 +170,9 @@ class TestRuns:
         with torch.no_grad():
             expected = [float(plain(*batch)) for batch in GaussianValidation(64, 32, 2)]
         assert recording.logged[-1]["loss/val"] == pytest.approx(np.mean(expected), rel=1e-6)
+        assert len(targets) == 2 + 2  # in training, and in validation
+        assert all(torch.equal(target, plain.teacher(x)) for x, target in targets)
         x, noise = draw(64, 32, 1e-3, 0)
-        assert torch.equal(module.teacher(x), plain.teacher(x))
         assert float(module(x, noise)) == float(plain(x, noise))  # it ends with the run
         module.trainer.precision_plugin.switch.on = True
         assert float(module(x, noise)) != float(plain(x, noise))  # and is on in training
