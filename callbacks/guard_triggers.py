@@ -129,8 +129,8 @@ class TiedRows(Trigger):
         blind = [site for site in sites if not hasattr(type(site.core), "tied_rows_H")]
         if blind:
             raise ValueError(
-                f"QKGuard: trigger='tied_rows' needs a streaming core, got {type(blind[0].core).__name__}; use another "
-                "trigger, or core: streaming in the plugin."
+                f"trigger='tied_rows' needs a streaming core, got {type(blind[0].core).__name__}; use another trigger, "
+                "or core: streaming in the plugin, of MXTraining in its attention."
             )
 
     @override

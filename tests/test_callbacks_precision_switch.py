@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from student import fit_student, mx, student
+from test_callbacks_qk_guard_triggers import Oracle, first_extreme, uneven
 from tiny import Recording, assert_same, fault, fit, weights
 
 from callbacks import BiasMonitor, GradientDriftMonitor, LastBinMonitor, OperandAttribution, PrecisionSwitch
+from callbacks.guard_triggers import TRIGGERS, Trigger
 from lightning_qk.mx_policy import CHANGES, MXPolicy
-from lightning_qk.precision import MXTraining
+from lightning_qk.precision import AttentionFault, MXTraining
 
 
 class Policies(Callback):
@@ -30,6 +33,37 @@ class Policies(Callback):
 
 
 E4M3 = MXPolicy.preset("mxfp8_e4m3")
+
+
+class Reads(Trigger):
+    """How often it has been read."""
+
+    quantity = "reads"
+    count = 0
+
+    def read(self, sites: Any, limit: float) -> torch.Tensor:
+        self.count += 1
+        return torch.tensor([float(self.count)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def streaming() -> MXTraining:
+    """With a core that counts tied rows."""
+    return MXTraining("mxfp4", base="fp32", attention=AttentionFault(carry=4, tile=8))
+
+
+def triggered(root: Path, trigger: str) -> tuple[int, Callable[[], PrecisionSwitch]]:
+    """The first step that is worse than all before it, and a switch that falls after it; of ``uneven`` models."""
+    oracle, sign = Oracle(), TRIGGERS[trigger].sign
+    fit(root, [oracle], streaming(), uneven(), max_steps=6)
+    worst = [float(sign * (sign * values).max()) for values in oracle.seen[TRIGGERS[trigger].quantity]]
+    step, threshold = first_extreme(worst, sign)
+    return step, lambda: PrecisionSwitch(["fp32"], trigger=trigger, threshold=threshold)
 
 
 class TestWhen:
@@ -94,6 +128,14 @@ class TestWhen:
             fit(tmp_path, [switch], MXTraining("mxfp8_e4m3", base="fp32"), max_steps=3)
             assert switch.switched_step == step
 
+    @pytest.mark.parametrize("trigger", TRIGGERS)
+    def test_any_trigger_at_the_first_step_beyond_its_threshold(self, tmp_path: Path, trigger: str) -> None:
+        step, switch = triggered(tmp_path, trigger)
+        callback, policies = switch(), Policies()
+        fit(tmp_path, [callback, policies], streaming(), uneven(), max_steps=step + 1)
+        assert callback.switched_step == step
+        assert policies.seen == [MXPolicy.preset("mxfp4")] * step + [MXPolicy()]
+
 
 class TestWhatItLeavesAlone:
     def test_the_control_is_the_uninterrupted_run(self, tmp_path: Path) -> None:
@@ -145,6 +187,31 @@ class TestResume:
         assert rest.losses == recording.losses[stop:]
         assert callbacks[0].switched_step == 2  # type: ignore[attr-defined]
 
+    @pytest.mark.parametrize("trigger", TRIGGERS)
+    def test_across_a_switch_by_a_trigger_bit_for_bit(self, tmp_path: Path, trigger: str) -> None:
+        """Before it, at the step after which it falls, and after it."""
+        step, switch = triggered(tmp_path, trigger)
+        keep = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        expected = switch()
+        whole, recording = fit(
+            tmp_path, [expected, keep], streaming(), uneven(), max_steps=step + 2, enable_checkpointing=True
+        )
+        for stop in (step - 1, step, step + 1):
+            callback, checkpoint = switch(), tmp_path / "kept" / f"step={stop}.ckpt"
+            again, rest = fit(tmp_path, [callback], streaming(), uneven(), ckpt_path=checkpoint, max_steps=step + 2)
+            assert_same(weights(again), weights(whole))
+            assert rest.losses == recording.losses[stop:]
+            assert callback.switched_step == expected.switched_step == step
+            torch.testing.assert_close(callback.state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+    def test_a_trigger_keeps_its_memory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(TRIGGERS, "reads", Reads)
+        switches = [PrecisionSwitch(["fp32"], trigger="reads", threshold=2.5) for _ in range(2)]
+        keep = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+        fit(tmp_path, [switches[0], keep], streaming(), max_steps=2, enable_checkpointing=True)
+        fit(tmp_path, [switches[1]], streaming(), ckpt_path=tmp_path / "kept" / "step=2.ckpt", max_steps=4)
+        assert switches[1].switched_step == 3
+
     def test_the_order_of_several_switches_is_kept(self, tmp_path: Path) -> None:
         def callbacks() -> list[Callback]:
             return [PrecisionSwitch(["bump"], step=2), PrecisionSwitch(["fp32"], step=1), Policies()]
@@ -191,6 +258,13 @@ class TestErrors:
         with pytest.raises(ValueError, match="the change bump too"):
             fit_student(tmp_path, [PrecisionSwitch(["bump"], step=1), recording], mx("nvfp4"), max_steps=2)
         assert not recording.seen  # before the first step
+
+    def test_a_trigger_that_the_core_cannot_tell(self, tmp_path: Path) -> None:
+        switch = PrecisionSwitch(["fp32"], trigger="tied_rows", threshold=1.0)
+        with pytest.raises(
+            ValueError, match=r"^trigger='tied_rows' needs .* got SDPACore.* MXTraining in its attention"
+        ):
+            fit(tmp_path, [switch], MXTraining(base="fp32"), max_steps=1)
 
     def test_a_warning_that_no_monitor_gives(self, tmp_path: Path) -> None:
         without = [[], [BiasMonitor("mlp")]]  # the second has the reading, but no threshold
