@@ -262,6 +262,29 @@ class TestProducts:
 
     def test_each_of_the_three_is_told_and_again_after_a_change(self, caplog: pytest.LogCaptureFixture) -> None:
         matmul = MXTraining("mxfp8_mix", as_released=True).matmul
+    def test_a_new_step_does_not_recompile_a_block(self) -> None:
+        """LayerNorm gains and biases are quantised by the step's seed too."""
+        torch.compiler.reset()
+        model, plugin = module().model, MXTraining("mxfp4", rounding="sr", base="fp32")
+        plugin.convert_module(model)
+        plugin.switch.on = True
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        ids = torch.randint(0, 32, (2, 17), generator=torch.Generator().manual_seed(0))
+
+        def loss(seed: int) -> float:
+            plugin.switch.seed = seed
+            value = model.loss(ids[:, :-1], ids[:, 1:])
+            value.backward()
+            return value.item()
+
+        loss(0)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            seen = [loss(seed) for seed in range(1, 13)]
+        with torch.compiler.set_stance("force_eager"):
+            assert seen == [loss(seed) for seed in range(1, 13)]
+        assert len(set(seen)) == len(seen)
+
         assert matmul is not None
         with pytest.MonkeyPatch.context() as patch, caplog.at_level("INFO"):
             patch.setattr("lightning_qk.precision.matmul_formats.device_obstacle", lambda _: None)
