@@ -135,8 +135,10 @@ class MXPolicy:
             raise ValueError(f"MXPolicy: cause {cause!r} is not one of {', '.join(CAUSES)}.")
         kept: dict[str, Any] = {field: getattr(self, field) for field in CAUSES[cause]}
         if cause == "vector" and self.ln_affine != "fp32":
-            kept["ln_affine"] = "bf16"  # what a LayerNorm computes is of the vector operations, its parameters are not
+            kept["ln_affine"] = "bf16"  # under fp32 no primitive of a LayerNorm would be rounded
         return MXPolicy(**kept, hadamard=self.hadamard, as_released=self.as_released)
+
+        LayerNorm gains and biases are rounded to bfloat16 under ``vector``, and under ``ln`` too, before MX.
 
     def changed(self, change: str) -> MXPolicy:
         """The policy after one of :data:`CHANGES`.
