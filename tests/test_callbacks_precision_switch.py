@@ -197,3 +197,23 @@ class TestErrors:
         for monitors in without:
             with pytest.raises(ValueError, match="warning='zeta/mlp' is no reading with a threshold"):
                 fit_student(tmp_path, [PrecisionSwitch(["fp32"], warning="zeta/mlp"), *monitors], mx())
+    @pytest.mark.parametrize(
+        ("settings", "changes", "named"),
+        [
+            ({"rounding": "sr"}, ["bump"], "has no rounding='sr'"),
+            ({"preset": "mxfp6_e2m3"}, ["bump"], "not of 'mxfp6_e2m3'"),
+            ({}, ["bump"], "up_proj has out_features=170, no multiple of block=32"),
+            ({"changes": ["ln_fp32"]}, ["ln_fp32"], "ln_fp32 changes nothing in this policy"),
+            ({"preset": "fp32"}, ["fp32"], "fp32 changes nothing in this policy"),
+            ({}, ["ln_fp32", "fp32"], "ln_fp32 changes nothing in this policy, or others undo it"),
+        ],
+    )
+    def test_a_change_that_this_run_cannot_have(
+        self, tmp_path: Path, settings: dict[str, Any], changes: list[str], named: str
+    ) -> None:
+        recording, plugin = Policies(), mx(**{"preset": "mxfp8_e4m3", "as_released": True, **settings})
+        with pytest.raises(ValueError, match=named):
+            swiglu = student(activation="swiglu")
+            fit_student(tmp_path, [PrecisionSwitch(changes, step=2), recording], plugin, swiglu, max_steps=4)
+        assert not recording.seen  # before the first step
+
