@@ -84,6 +84,8 @@ class PrecisionSwitch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._trigger is not None:
             adopt_attention(pl_module)  # before weights are restored
+        if stage == "fit" and trainer.global_step == 0:
+            self.switched_step, self._exceeded = None, False  # as the plugin's policy, those of an earlier run are over
         formats = self._formats(trainer)
         formats.check(pl_module, formats.initial.after(self.changes))  # complains here, not in mid-run
 
