@@ -34,8 +34,8 @@ class OperandAttribution(EarlyWarning, CleanGradientCallback):
     zeta_op         the same bound where Z does not mix weights: the largest ``|e_W| / |c_W|`` of any weight W
     spectral        the largest ``sigma_1(e_W) / sigma_1(c_W)``, of the leading singular values of the two matrices
     zeta_<cause>    ``|e| / |c|`` with that cause alone: ``x``, ``w``, ``dy`` (an operand in both of its products),
-                    ``ln`` (gain and bias of LayerNorms), ``vector`` (bfloat16 in between), or a single operand
-                    of one product, ``x_alone`` to ``w_dgrad_alone``
+                    ``ln`` (gain and bias of LayerNorms), ``vector`` (bfloat16 in between, these two included), or
+                    a single operand of one product, ``x_alone`` to ``w_dgrad_alone``
     ==============  ==========================================================================================
 
     Errors of different causes are nearly orthogonal while they are small, so that the squares of ``zeta_<cause>`` add
@@ -131,7 +131,7 @@ class OperandAttribution(EarlyWarning, CleanGradientCallback):
 
     @override
     def label(self, name: str) -> str:
-        return f"attribution/{name}/{self.route}"
+        return f"attribution/{name}/{self.scope}"
 
     @property
     @override

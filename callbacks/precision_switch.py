@@ -27,7 +27,8 @@ class PrecisionSwitch(Callback):
     It needs an ``MXTraining`` plugin. Data, optimizer and random state go on as they are, so a switch by ``none``, the
     control, is the run without one. One of ``step``, ``warning`` and ``trigger`` says when; the decision falls between
     two steps, when all callbacks have seen the last one, and is the same on every rank. The plugin saves what has been
-    changed, so a resumed run goes on with it.
+    changed, so a resumed run goes on with it. A change that the run's first policy or the layers cannot have, or that
+    makes no difference to it, is refused before the first step; what another switch has undone by then is not.
 
     Example (YAML), a switch at the first alarm of a monitor::
 
@@ -83,16 +84,17 @@ class PrecisionSwitch(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._trigger is not None:
             adopt_attention(pl_module)  # before weights are restored
-        for change in self.changes:  # one that cannot be made complains here, not in mid-run
-            self._formats(trainer).policy.changed(change)
+        if stage == "fit" and trainer.global_step == 0:
+            self.switched_step, self._exceeded = None, False  # as the plugin's policy, those of an earlier run are over
+        formats = self._formats(trainer)
+        formats.check(pl_module, formats.initial.after(self.changes))  # complains here, not in mid-run
 
     @staticmethod
     def _formats(trainer: Trainer) -> MatmulFormats:
         plugin: Any = trainer.precision_plugin
         if not isinstance(plugin, FaultPrecision) or plugin.matmul is None:
             raise MisconfigurationException(
-                f"PrecisionSwitch needs MXTraining, got {type(plugin).__name__}: set trainer.plugins to MXTraining "
-                "(preset: fp32 for a run that begins exact)."
+                f"PrecisionSwitch needs MXTraining, got {type(plugin).__name__}: set trainer.plugins to MXTraining."
             )
         return plugin.matmul
 

@@ -19,7 +19,8 @@ places where the code is not what the paper says; ``as_released`` chooses the co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from lightning_qk.operand_format import NVFP4, RELEASED_BUMP, OperandFormat
@@ -86,7 +87,7 @@ class MXPolicy:
         if self.hadamard != "none" and any(block & (block - 1) for block in blocks):
             raise ValueError(f"MXPolicy: hadamard={self.hadamard!r} needs blocks of a power of two, got {max(blocks)}.")
         if self.ln_affine == "mx" and self.gain is None:
-            raise ValueError("MXPolicy: ln_affine='mx' needs a format, gain; use a preset in MX, or 'bf16'.")
+            raise ValueError("MXPolicy: ln_affine='mx' needs a format, gain; use a preset in MX, weights, or 'bf16'.")
 
     @property
     def operands(self) -> dict[str, OperandFormat | None]:
@@ -108,6 +109,15 @@ class MXPolicy:
         """Whether nothing at all is rounded."""
         return self.linear_is_exact and self.ln_affine == self.activation == "fp32"
 
+    @property
+    def in_effect(self) -> MXPolicy:
+        """The same arithmetic without what has no effect in it, to compare it with another."""
+        if self.is_exact:
+            return MXPolicy()
+        if self.ln_affine == "mx" and not self.as_released:
+            return self
+        return dataclasses.replace(_bf16_affine(self), gain=None)
+
     def rounds_activation(self, name: str) -> bool:
         """Whether an activation function is rounded; in the released code all but SwiGLU escape."""
         return self.activation == "bf16" and (name == "swiglu" or not self.as_released)
@@ -128,6 +138,8 @@ class MXPolicy:
     def only(self, cause: str) -> MXPolicy:
         """The policy with one of :data:`CAUSES` alone, and everything else exact.
 
+        LayerNorm gains and biases are rounded to bfloat16 under ``vector``, and under ``ln`` too, before MX.
+
         Raises:
             ValueError: there is no such cause.
         """
@@ -135,7 +147,7 @@ class MXPolicy:
             raise ValueError(f"MXPolicy: cause {cause!r} is not one of {', '.join(CAUSES)}.")
         kept: dict[str, Any] = {field: getattr(self, field) for field in CAUSES[cause]}
         if cause == "vector" and self.ln_affine != "fp32":
-            kept["ln_affine"] = "bf16"  # what a LayerNorm computes is of the vector operations, its parameters are not
+            kept["ln_affine"] = "bf16"  # under fp32 no primitive of a LayerNorm would be rounded
         return MXPolicy(**kept, hadamard=self.hadamard, as_released=self.as_released)
 
     def changed(self, change: str) -> MXPolicy:
@@ -147,6 +159,22 @@ class MXPolicy:
         if change not in CHANGES:
             raise ValueError(f"MXPolicy: change {change!r} is not one of {', '.join(CHANGES)}.")
         return CHANGES[change](self)
+
+    def after(self, changes: Sequence[str]) -> MXPolicy:
+        """The policy after several of :data:`CHANGES`, in order.
+
+        Raises:
+            ValueError: there is no such change, or one makes no difference; ``none`` may.
+        """
+        policy = functools.reduce(MXPolicy.changed, changes, self)
+        for i, change in enumerate(changes):
+            without = functools.reduce(MXPolicy.changed, [*changes[:i], *changes[i + 1 :]], self)
+            if change != "none" and without.in_effect == policy.in_effect:
+                raise ValueError(
+                    f"changes={list(changes)}: {change} changes nothing in this policy, or others undo it. Leave it "
+                    "out, or give none, the control."
+                )
+        return policy
 
     @classmethod
     def preset(cls, name: str) -> MXPolicy:

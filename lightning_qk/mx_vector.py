@@ -1,8 +1,9 @@
 """Vector operations that an MX run computes in bfloat16: activation functions, sums and LayerNorms.
 
 What an MX matmul does not multiply is computed elementwise in bfloat16: every primitive, such as a product of two
-vectors or a mean, is rounded, and so is every gradient of one. Here tensors stay in their own dtype and pass through
-:func:`round_both_ways`, so that the roundings are those and no others. Which of them are on is the policy's to say
+vectors or a mean, is rounded, and so is every gradient of one; only the sum of a LayerNorm's variance and its eps goes
+into its root unrounded. Here tensors stay in their own dtype and pass through :func:`round_both_ways`, so that the
+roundings are those and no others. Which of them are on is the policy's to say
 (:class:`~lightning_qk.mx_policy.MXPolicy`), read at every call. A module without a policy is exact.
 """
 
@@ -180,10 +181,15 @@ class MXLayerNorm(nn.LayerNorm):
             if p is not None and policy.ln_affine != "fp32":
                 p = round_both_ways(p, policy.vector_backward == "bf16")
                 if policy.ln_affine == "mx" and not policy.as_released:
-                    assert policy.gain is not None  # the policy has checked
-                    p = policy.gain(p, -1, self.switch.seed * 1_000_003 + self.stream + i)
+                    p = self._quantised(p, i)
             rounded.append(p)
         return rounded[0], rounded[1]
+
+    @torch.compiler.disable  # the seed is new at every step, as in MXLinear
+    def _quantised(self, p: Tensor, i: int) -> Tensor:
+        gain = self.arithmetic.policy.gain
+        assert gain is not None  # the policy has checked
+        return gain(p, -1, self.switch.seed * 1_000_003 + self.stream + i)
 
     def _rounded(self, x: Tensor, gain: Tensor | None, bias: Tensor | None, r: Round) -> Tensor:
         x = r(x)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import mx_quantize, nvfp4_quantize
 from kernels.mx_blocks import join_blocks, split_blocks
-from kernels.mx_formats import FORMATS, block_scales, round_elements
+from kernels.mx_formats import FORMATS, ROUNDINGS, SCALES, block_scales, check_choice, round_elements
 
 NVFP4 = "nvfp4"
 RELEASED_BUMP = "bump_released"
@@ -24,14 +24,14 @@ class OperandFormat:
     Args:
         fmt: a format of :func:`kernels.mx_quantize`, or ``nvfp4``, whose scales and blocks of 16 are its own: ``scale``
             and ``block`` stay as they are by default.
-        scale: rule of the shared scale, ``floor | ceil | even | rceil``; or ``bump_released``, see
+        scale: rule of the shared scale, ``floor | ceil | even | rceil``; or, of E4M3, ``bump_released``, see
             :func:`released_bump`.
         rounding: of the elements, ``rne | away | rz | sr``.
         block: elements that share a scale; None is a whole axis.
 
     Raises:
-        ValueError: a block of no elements, or ``nvfp4`` with another scale or block; the other options complain when it
-            is called.
+        ValueError: naming the option; also ``nvfp4`` with another scale or block, and ``bump_released`` with another
+            format or ``sr``.
     """
 
     fmt: str = "mxfp4_e2m1"
@@ -40,6 +40,9 @@ class OperandFormat:
     block: int | None = 32
 
     def __post_init__(self) -> None:
+        check_choice("OperandFormat", "fmt", self.fmt, (*FORMATS, NVFP4))
+        check_choice("OperandFormat", "scale", self.scale, (*SCALES, RELEASED_BUMP))
+        check_choice("OperandFormat", "rounding", self.rounding, ROUNDINGS)
         if self.block is not None and self.block < 1:
             raise ValueError(f"OperandFormat: block={self.block} must be at least 1, or null for a whole axis.")
         if self.fmt == NVFP4 and (self.scale, self.block) != ("floor", 32):
@@ -47,12 +50,14 @@ class OperandFormat:
                 f"OperandFormat: scale={self.scale!r} and block={self.block} are none of fmt='nvfp4', which has scales "
                 "and blocks of its own: leave them out, and the change bump too."
             )
+        if self.scale == RELEASED_BUMP:
+            _check_released_bump(self.fmt, self.rounding)
 
     def __call__(self, x: Tensor, axis: int, seed: int) -> Tensor:
         """``x`` rounded to the format in blocks along ``axis``.
 
         Raises:
-            ValueError: for an option that cannot be.
+            ValueError: the axis has no blocks of that length.
         """
         if self.fmt == NVFP4:
             return nvfp4_quantize(x, axis, self.rounding, seed)
@@ -72,19 +77,20 @@ def released_bump(x: Tensor, fmt: str, axis: int, block: int, rounding: str) -> 
 
     Args:
         x: the tensor.
-        fmt: a format of :func:`kernels.mx_quantize`.
+        fmt: ``mxfp8_e4m3``.
         axis: the axis blocks run along.
         block: elements of a block; divides the axis.
         rounding: ``rne | away | rz``.
 
     Raises:
-        ValueError: the axis is no multiple of the block, or the rounding is stochastic.
+        ValueError: the axis is no multiple of the block, the rounding is stochastic, or the format another one.
     """
+    _check_released_bump(fmt, rounding)
     axis %= x.ndim
-    if x.shape[axis] % block or rounding == "sr":
+    if x.shape[axis] % block:
         raise ValueError(
-            f"scale='bump_released': axis {axis} of length {x.shape[axis]} must be a multiple of block={block}, and "
-            f"rounding={rounding!r} not 'sr'; use scale='rceil', the bump as described."
+            f"scale='bump_released': axis {axis} of length {x.shape[axis]} must be a multiple of block={block}; use "
+            "another block, or scale='rceil', the bump as described."
         )
     (blocks,) = split_blocks(x.float(), axis, block)
     magnitude = blocks.abs()
@@ -93,3 +99,15 @@ def released_bump(x: Tensor, fmt: str, axis: int, block: int, rounding: str) -> 
     factor = torch.where((top.view(torch.int32) & _MANTISSA_FP32) > _THREE_QUARTERS, 2.0, 1.0)
     units = round_elements(magnitude * inverse / factor, FORMATS[fmt], rounding)
     return join_blocks([(units * scales * factor).copysign(blocks)], axis).to(x.dtype)
+
+
+def _check_released_bump(fmt: str, rounding: str) -> None:
+    if fmt != "mxfp8_e4m3":
+        raise ValueError(
+            f"scale='bump_released' is of fmt='mxfp8_e4m3' alone, not of {fmt!r}: leave out as_released or the change "
+            "bump, or use scale='rceil', the bump as described."
+        )
+    if rounding == "sr":
+        raise ValueError(
+            "scale='bump_released' has no rounding='sr': use rne, away or rz, or scale='rceil', the bump as described."
+        )

@@ -70,6 +70,19 @@ class TestAttribution:
         fit_student(tmp_path, [first, second], mx("mxfp8_e4m3"), max_steps=1)
         assert first._last["zeta_x"] == alone._last["zeta_x"] < 1.1 * alone._last["zeta"]
 
+    def test_two_of_them_share_no_label(self, tmp_path: Path) -> None:
+        monitors = [OperandAttribution(layers=layers, causes=["x"], every_n_steps=1) for layers in (None, [0], [1])]
+        fit_student(tmp_path, monitors, mx("mxfp8_e4m3"), max_steps=1)
+        warnings: dict[str, Any] = {}
+        for monitor in monitors:
+            warnings |= monitor.verdict_fields()["warnings"]
+        assert {label for label in warnings if "zeta_x" in label} == {
+            "attribution/zeta_x/mlp",
+            "attribution/zeta_x/mlp/layers_0",
+            "attribution/zeta_x/mlp/layers_1",
+        }
+        assert len({warnings[label]["last"] for label in warnings if "zeta_x" in label}) == 3
+
     def test_causes_add_up_in_squares(self, tmp_path: Path) -> None:
         monitor = OperandAttribution(every_n_steps=1)
         fit_student(tmp_path, [monitor], mx("mxfp8_e4m3"), student(width=128), max_steps=1)

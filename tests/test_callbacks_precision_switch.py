@@ -13,10 +13,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from student import fit_student, mx, student
 from test_callbacks_qk_guard_triggers import Oracle, first_extreme, uneven
-from tiny import Recording, assert_same, fault, fit, weights
+from tiny import Recording, assert_same, fault, fit, trainer, weights
 
 from callbacks import BiasMonitor, GradientDriftMonitor, LastBinMonitor, OperandAttribution, PrecisionSwitch
 from callbacks.guard_triggers import TRIGGERS, Trigger
+from lightning_qk.gaussian_data import GaussianData
 from lightning_qk.mx_policy import CHANGES, MXPolicy
 from lightning_qk.precision import AttentionFault, MXTraining
 
@@ -225,6 +226,39 @@ class TestResume:
         assert resumed.matmul is not None and resumed.matmul.changes == ["fp32", "bump"]
         assert again[2].seen == [MXPolicy()]  # type: ignore[attr-defined]
 
+    def fit_and_keep_one(self, root: Path, plugin: MXTraining) -> Path:
+        """A run that switches after step 2 and keeps a checkpoint of step 1."""
+        keep = ModelCheckpoint(root / "kept", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        switch = PrecisionSwitch(["fp32"], step=2)
+        fit_student(root, [switch, keep], plugin, max_steps=3, enable_checkpointing=True)
+        return root / "kept" / "step=1.ckpt"
+
+    @pytest.mark.parametrize("old", [False, True])
+    def test_the_same_plugin_goes_back_with_a_checkpoint(self, tmp_path: Path, old: bool) -> None:
+        plugin, policies = mx("mxfp8_e4m3"), Policies()
+        path = self.fit_and_keep_one(tmp_path, plugin)
+        assert plugin.matmul is not None and plugin.matmul.changes == ["fp32"]
+        if old:  # once, there was no state without changes
+            checkpoint = torch.load(path, weights_only=False)
+            del checkpoint["MXTraining"]
+            torch.save(checkpoint, path)
+        fit_student(tmp_path, [policies], plugin, student(), path, max_steps=3)
+        assert policies.seen == [E4M3] * 2 and plugin.matmul.changes == []
+
+    def test_the_same_plugin_and_switch_begin_anew_without_one(self, tmp_path: Path) -> None:
+        plugin, switch, policies = mx("mxfp8_e4m3"), PrecisionSwitch(["fp32"], step=1), Policies()
+        for _ in range(2):
+            fit_student(tmp_path, [switch, policies], plugin, max_steps=2)
+        assert policies.seen == [E4M3, MXPolicy()] * 2
+
+    def test_a_trainer_that_goes_on_keeps_the_change(self, tmp_path: Path) -> None:
+        plugin, switch, policies = mx("mxfp8_e4m3"), PrecisionSwitch(["fp32"], step=1), Policies()
+        model, one = student(), trainer(tmp_path, [switch, policies], plugin, max_steps=2, gradient_clip_val=None)
+        for steps in (2, 4):
+            one.fit_loop.epoch_loop.max_steps = steps
+            one.fit(model, GaussianData(batch_size=64, seed=0, val_batches=2))
+        assert policies.seen == [E4M3, *[MXPolicy()] * 3] and switch.switched_step == 1
+
     def test_a_changed_policy_is_not_lost_silently(self) -> None:
         with pytest.raises(ValueError, match=r"has been changed \(fp32\)"):
             fault().load_state_dict({"matmul_changes": ["fp32"]})
@@ -265,6 +299,26 @@ class TestErrors:
             ValueError, match=r"^trigger='tied_rows' needs .* got SDPACore.* MXTraining in its attention"
         ):
             fit(tmp_path, [switch], MXTraining(base="fp32"), max_steps=1)
+
+    @pytest.mark.parametrize(
+        ("settings", "changes", "named"),
+        [
+            ({"rounding": "sr"}, ["bump"], "has no rounding='sr'"),
+            ({"preset": "mxfp6_e2m3"}, ["bump"], "not of 'mxfp6_e2m3'"),
+            ({}, ["bump"], "up_proj has out_features=170, no multiple of block=32"),
+            ({"changes": ["ln_fp32"]}, ["ln_fp32"], "ln_fp32 changes nothing in this policy"),
+            ({"preset": "fp32"}, ["fp32"], "fp32 changes nothing in this policy"),
+            ({}, ["ln_fp32", "fp32"], "ln_fp32 changes nothing in this policy, or others undo it"),
+        ],
+    )
+    def test_a_change_that_this_run_cannot_have(
+        self, tmp_path: Path, settings: dict[str, Any], changes: list[str], named: str
+    ) -> None:
+        recording, plugin = Policies(), mx(**{"preset": "mxfp8_e4m3", "as_released": True, **settings})
+        with pytest.raises(ValueError, match=named):
+            swiglu = student(activation="swiglu")
+            fit_student(tmp_path, [PrecisionSwitch(changes, step=2), recording], plugin, swiglu, max_steps=4)
+        assert not recording.seen  # before the first step
 
     def test_a_warning_that_no_monitor_gives(self, tmp_path: Path) -> None:
         without = [[], [BiasMonitor("mlp")]]  # the second has the reading, but no threshold

@@ -79,7 +79,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         float: st.sampled_from([math.nan, math.inf, -1.0, 0.0, 0.5, 30.0]),
         str: st.sampled_from(WORDS),
     }
-    return plain.get(hint, st.none() if hint is not OperandFormat else st.builds(OperandFormat, st.sampled_from(WORDS)))
+    formats = st.builds(OperandFormat, st.sampled_from(["mxfp4_e2m1", "nvfp4"]))
+    return plain.get(hint, formats if hint is OperandFormat else st.none())
 
 
 @st.composite

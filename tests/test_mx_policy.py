@@ -80,6 +80,31 @@ def test_as_released_bumps_as_released() -> None:
     assert [name for name in ACTIVATIONS if policy.rounds_activation(name)] == ["swiglu"]
 
 
+@pytest.mark.parametrize("name", ["mxfp8_e5m2", "mxfp8_mix", "mxfp6_e2m3", "mxfp4"])
+def test_the_released_bump_is_of_e4m3_alone(name: str) -> None:
+    policy = dataclasses.replace(MXPolicy.preset(name), as_released=True)
+    with pytest.raises(ValueError, match=r"of fmt='mxfp8_e4m3' alone, not of 'mxfp.*: leave out as_released"):
+        policy.changed("bump")
+
+
+def test_several_changes_each_make_a_difference() -> None:
+    policy = MXPolicy.preset(E4M3)
+    assert policy.after([]) == policy.after(["none"]) == policy == policy.after(["none", "none"])
+    assert policy.after(["bump", "none", "ln_fp32"]) == policy.changed("bump").changed("ln_fp32")
+    unused_gain = policy.without(*OPERANDS).changed("ln_fp32")
+    for one, changes in (
+        (policy, ["bump", "bump"]),
+        (policy, ["bump", "fp32"]),
+        (policy.changed("ln_fp32"), ["ln_fp32"]),
+        (MXPolicy.preset("bf16"), ["forward_only", "bump"]),
+        (MXPolicy.preset("bf16_activations"), ["bf16_activations"]),
+        (unused_gain, ["bump"]),
+        (dataclasses.replace(MXPolicy(), as_released=True), ["fp32"]),
+    ):
+        with pytest.raises(ValueError, match=r"changes=\[.* changes nothing .* Leave it out, or give none"):
+            one.after(changes)
+
+
 @pytest.mark.parametrize("how", [{"scale": "rceil"}, {"block": 16}, {"block": None}])
 def test_nvfp4_takes_no_scale_and_no_block(how: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"none of fmt='nvfp4'.* leave them out"):

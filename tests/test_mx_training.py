@@ -43,12 +43,51 @@ class TestOptions:
         alone = policy(preset="fp32", operands={"w_dgrad": {"fmt": "mxfp6_e3m2", "block": None}})
         assert alone == MXPolicy(w_dgrad=OperandFormat("mxfp6_e3m2", block=None))
 
-    def test_changes_come_in_order_and_the_rest_over_them(self) -> None:
+    def test_changes_come_last_and_in_order(self) -> None:
         seen = policy(changes=["bump", "forward_only"], activation="fp32", hadamard="all", ln_affine="bf16")
         assert seen.x == OperandFormat("mxfp8_e4m3", "rceil") and seen.dy_wgrad is None
         assert (seen.vector, seen.vector_backward) == ("bf16", "fp32")
         assert (seen.activation, seen.hadamard, seen.ln_affine) == ("fp32", "all", "bf16")
         assert policy(changes=["bump"], as_released=True).x == OperandFormat("mxfp8_e4m3", "bump_released")
+        grid = policy(preset="bf16", weights="mxfp8_e4m3", activations="mxfp8_e5m2", changes=["bump"])
+        assert {(one.fmt, one.scale) for one in grid.operands.values() if one} == {
+            ("mxfp8_e4m3", "rceil"),
+            ("mxfp8_e5m2", "rceil"),
+        }
+        assert policy(changes=["ln_fp32"], rounding="sr").ln_affine == "fp32"
+
+    def test_what_is_of_all_operands_is_of_those_too_that_single_ones_add(self) -> None:
+        added: dict[str, Any] = {"x": "mxfp8_e4m3", "w": {"fmt": "mxfp4_e2m1", "scale": "even"}}
+        seen = policy(preset="bf16", scale="rceil", block=16, operands=added)
+        assert seen.x == OperandFormat("mxfp8_e4m3", "rceil", block=16)
+        assert seen.w == OperandFormat("mxfp4_e2m1", "even", block=16)
+        own: dict[str, Any] = {"x": {"fmt": "nvfp4", "scale": "floor"}}
+        assert policy(scale="rceil", operands=own).x == OperandFormat("nvfp4")
+
+    def test_forward_only_stays_so_but_for_single_operands(self) -> None:
+        seen = policy(preset="forward_only", weights="mxfp4_e2m1", activations="mxfp6_e2m3", vector="bf16")
+        assert [name for name, one in seen.operands.items() if one] == ["x", "w"]
+        assert (seen.w, seen.x) == (OperandFormat("mxfp4_e2m1"), OperandFormat("mxfp6_e2m3"))
+        assert (seen.vector, seen.vector_backward) == ("bf16", "fp32")
+        assert policy(preset="forward_only", operands={"w_dgrad": "mxfp4_e2m1"}).w_dgrad is not None
+
+    def test_gains_in_mx_are_weights(self) -> None:
+        e2m3 = OperandFormat("mxfp6_e2m3")
+        assert policy(weights="mxfp6_e2m3", activations="mxfp6_e2m3") == MXPolicy.preset("mxfp6_e2m3")
+        assert policy(activations="mxfp6_e2m3").gain == OperandFormat("mxfp8_e4m3")
+        assert policy(preset="bf16", weights="mxfp6_e2m3").gain is None
+        assert policy(preset="bf16", weights="mxfp6_e2m3", ln_affine="mx").gain == e2m3
+
+    def test_a_control_takes_the_rounding_of_as_released(self) -> None:
+        """configs/student_teacher/as_released.yaml is for all arms."""
+        for preset in ("fp32", "bf16"):
+            seen = policy(preset=preset, as_released=True, rounding="away")
+            assert seen == dataclasses.replace(MXPolicy.preset(preset), as_released=True)
+
+    def test_only_gains_may_have_a_rounding(self) -> None:
+        assert policy(rounding="rz", operands=dict.fromkeys(OPERANDS)).gain == OperandFormat(
+            "mxfp8_e4m3", rounding="rz"
+        )
 
     @pytest.mark.parametrize(
         ("arguments", "named"),
@@ -68,6 +107,20 @@ class TestOptions:
             ({"preset": "nvfp4", "changes": ["bump"]}, "the change bump too"),
             ({"ln_affine": "fp8"}, "ln_affine='fp8'"),
             ({"base": "fp16"}, "base='fp16'"),
+            ({"preset": "bf16", "scale": "flor"}, "scale='flor' is not one of"),
+            ({"preset": "fp32", "rounding": "foo"}, "rounding='foo' is not one of"),
+            ({"preset": "bf16", "block": 0}, "block=0"),
+            ({"preset": "bf16", "scale": "rceil"}, "scale='rceil' is in no operand's format.* Leave it out"),
+            ({"preset": "fp32", "rounding": "sr"}, "rounding='sr' is in no operand's format"),
+            ({"rounding": "sr", "ln_affine": "bf16", "operands": dict.fromkeys(OPERANDS)}, "rounding='sr' is in no"),
+            ({"scale": "ceil", "changes": ["bump"]}, "scale='ceil' is in no operand's format"),
+            ({"block": 16, "changes": ["fp32"]}, "block=16 is in no operand's format"),
+            ({"ln_affine": "bf16", "changes": ["ln_fp32"]}, "ln_affine='bf16' is undone by changes"),
+            ({"preset": "bf16", "changes": ["bump"]}, "bump changes nothing in this policy"),
+            ({"changes": ["ln_fp32", "bump", "ln_fp32"]}, "ln_fp32 changes nothing"),
+            ({"changes": ["bump", "fp32"]}, "bump changes nothing in this policy, or others undo it"),
+            ({"preset": "mxfp6_e2m3", "as_released": True, "changes": ["bump"]}, "alone, not of 'mxfp6_e2m3'"),
+            ({"as_released": True, "rounding": "sr", "changes": ["bump"]}, "has no rounding='sr'"),
         ],
     )
     def test_errors_name_the_argument(self, arguments: dict[str, Any], named: str) -> None:
@@ -93,6 +146,12 @@ class TestScope:
             MXTraining(route="mlp", hadamard="all").convert_module(module())
         MXTraining(route="mlp", hadamard="weight_gradient").convert_module(module())
         MXTraining("nvfp4", route="mlp", hadamard="all").convert_module(module())
+
+    def test_a_released_bump_that_a_layer_has_no_blocks_for_is_refused_before_the_first_step(self) -> None:
+        bump = MXTraining(changes=["bump"], as_released=True, route="mlp")
+        with pytest.raises(ValueError, match=r"blocks.0.up_proj has out_features=170, no multiple of block=32\. Leave"):
+            bump.convert_module(student(activation="swiglu"))
+        bump.convert_module(student())
 
     def test_a_second_conversion_changes_nothing(self) -> None:
         model, plugin = module(), MXTraining(head=True)
@@ -203,6 +262,29 @@ class TestCompiled:
         torch.compiler.reset()
         assert losses(compiled=True) == losses(compiled=False)
 
+    def test_a_new_step_does_not_recompile_a_block(self) -> None:
+        """LayerNorm gains and biases are quantised by the step's seed too."""
+        torch.compiler.reset()
+        model, plugin = module().model, MXTraining("mxfp4", rounding="sr", base="fp32")
+        plugin.convert_module(model)
+        plugin.switch.on = True
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        ids = torch.randint(0, 32, (2, 17), generator=torch.Generator().manual_seed(0))
+
+        def loss(seed: int) -> float:
+            plugin.switch.seed = seed
+            value = model.loss(ids[:, :-1], ids[:, 1:])
+            value.backward()
+            return value.item()
+
+        loss(0)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            seen = [loss(seed) for seed in range(1, 13)]
+        with torch.compiler.set_stance("force_eager"):
+            assert seen == [loss(seed) for seed in range(1, 13)]
+        assert len(set(seen)) == len(seen)
+
 
 class TestComposition:
     def test_with_attention_and_gradient_faults(self, tmp_path: Path) -> None:
@@ -261,16 +343,16 @@ class TestProducts:
         assert matmul.products.startswith("emulated (") and why in matmul.products and not matmul.native
 
     def test_each_of_the_three_is_told_and_again_after_a_change(self, caplog: pytest.LogCaptureFixture) -> None:
-        matmul = MXTraining("mxfp8_mix", as_released=True).matmul
+        matmul = MXTraining("mxfp8_mix").matmul
         assert matmul is not None
         with pytest.MonkeyPatch.context() as patch, caplog.at_level("INFO"):
             patch.setattr("lightning_qk.precision.matmul_formats.device_obstacle", lambda _: None)
             matmul.choose_products(torch.device("cuda"))
             assert matmul.native and "MX products: Y native, dW native, dX emulated (cuBLAS has no" in caplog.text
-            matmul.change(["bump"])
+            matmul.change(["bf16_weights"])
             assert matmul.products == ""
             matmul.choose_products(torch.device("cuda"))
-        assert not matmul.native and "Y emulated (scale bump_released is not one scale a block)" in matmul.products
+        assert matmul.native and "Y emulated (not two quantised operands), dW native" in matmul.products
 
 
 def test_every_operand_matters_in_a_model(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -60,6 +62,25 @@ def test_the_two_block_case_stays_clamped() -> None:
 
 
 def test_what_it_cannot_do_is_said() -> None:
-    for shape, rounding in (((4, 33), "rne"), ((4, 32), "sr")):
-        with pytest.raises(ValueError, match="scale='rceil', the bump as described"):
-            released_bump(torch.zeros(shape), "mxfp8_e4m3", -1, 32, rounding)
+    for length, fmt, rounding, named in (
+        (33, "mxfp8_e4m3", "rne", "axis 1 of length 33 must be a multiple of block=32;"),
+        (32, "mxfp8_e4m3", "sr", "has no rounding='sr'"),
+        (32, "mxfp6_e2m3", "rne", "of fmt='mxfp8_e4m3' alone, not of 'mxfp6_e2m3'"),
+    ):
+        with pytest.raises(ValueError, match=f"{named}.* scale='rceil', the bump as described"):
+            released_bump(torch.zeros(4, length), fmt, -1, 32, rounding)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"fmt": "mxfp5"}, "fmt='mxfp5' is not one of mxfp8_e4m3"),
+        ({"scale": "flor"}, "scale='flor' is not one of floor, ceil, even, rceil, bump_released"),
+        ({"rounding": "foo"}, "rounding='foo' is not one of rne"),
+        ({"fmt": "mxfp8_e4m3", "scale": "bump_released", "rounding": "sr"}, "has no rounding='sr'"),
+        ({"fmt": "mxfp4_e2m1", "scale": "bump_released"}, "alone, not of 'mxfp4_e2m1'"),
+    ],
+)
+def test_an_option_that_cannot_be_complains_when_it_is_given(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        OperandFormat(**options)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from typing_extensions import override
 
@@ -85,7 +86,12 @@ class FaultPrecision(Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.matmul is None or not self.matmul.changes else {"matmul_changes": list(self.matmul.changes)}
+        return {} if self.matmul is None else {"matmul_changes": list(self.matmul.changes)}
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.matmul is not None:
+            self.matmul.restore([])  # an old checkpoint from before any change has no state to load
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -104,6 +110,8 @@ class FaultPrecision(Precision):
         trainer = getattr(module, "_trainer", None)  # none where a model is converted by itself
         if trainer is not None:
             refuse_strategy(trainer)
+            if self.matmul is not None and trainer.state.fn == TrainerFn.FITTING and trainer.global_step == 0:
+                self.matmul.restore([])  # changes of an earlier run end with it
         self._run.close()
         if self.base == "bf16" and not has_bf16_products():
             self._run.enter_context(widened_bf16_products())

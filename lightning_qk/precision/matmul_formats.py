@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from kernels.scaled_products import device_obstacle, format_obstacle
 from lightning_qk.mx_linear import MXLinear, hadamard_block
 from lightning_qk.mx_policy import MXPolicy
 from lightning_qk.mx_vector import MXLayerNorm, VectorOperation
-from lightning_qk.operand_format import OperandFormat
+from lightning_qk.operand_format import RELEASED_BUMP, OperandFormat
 from lightning_qk.routes import head_linear, route_linears
 
 
@@ -33,6 +34,7 @@ class MatmulFormats:
         native: use the hardware's own scaled products where there are any.
 
     Attributes:
+        initial: the policy that the run begins with.
         policy: the policy of the moment; :meth:`change` it, or lend another by :meth:`instead`.
         changes: what has been changed since the run began, in order; the plugin saves it.
         native: whether to look for a scaled product of the hardware.
@@ -47,7 +49,7 @@ class MatmulFormats:
         head: bool = False,
         native: bool = True,
     ) -> None:
-        self.policy = self._initial = policy
+        self.policy = self.initial = policy
         self.changes: list[str] = []
         self.route, self.layers, self.head = route, layers, head
         self.native = self._wanted = native
@@ -57,13 +59,10 @@ class MatmulFormats:
         """Gives the layers their arithmetic, in place; idempotent.
 
         Raises:
-            ValueError: the model has no such route, layer or head, or a layer's sides no Hadamard transform.
+            ValueError: as :meth:`check`.
         """
-        linears = route_linears(module, self.route, self.layers)
-        if self.head:
-            linears |= head_linear(module)
-        for name, linear in linears.items():
-            _check_hadamard(self.policy, name, linear)
+        self.check(module, self.policy)
+        for name, linear in self._linears(module).items():
             MXLinear.take_over(linear, switch, stream=_stream(name), arithmetic=self)
         for name, part in module.named_modules():
             if isinstance(part, VectorOperation):
@@ -71,17 +70,28 @@ class MatmulFormats:
             elif isinstance(part, nn.LayerNorm):
                 MXLayerNorm.take_over(part, switch, self, _stream(name))
 
+    def check(self, module: nn.Module, policy: MXPolicy) -> None:
+        """Whether the layers could have a policy, as far as their shapes tell; the number of tokens is the batch's.
+
+        Raises:
+            ValueError: the model has no such route, layer or head, or a layer's sides no blocks for the policy.
+        """
+        for name, linear in self._linears(module).items():
+            _check_sides(policy, name, linear)
+
+    def _linears(self, module: nn.Module) -> dict[str, nn.Linear]:
+        head = head_linear(module) if self.head else {}
+        return route_linears(module, self.route, self.layers) | head
+
     def change(self, changes: Iterable[str]) -> None:
         """Changes the policy from the next pass on: names of :data:`lightning_qk.mx_policy.CHANGES`."""
-        for change in changes:
-            self.policy = self.policy.changed(change)
-            self.changes.append(change)
-        self.products = ""  # chosen anew in the next step
+        self.restore([*self.changes, *changes])
 
     def restore(self, changes: Iterable[str]) -> None:
         """The policy after these changes of the one that the run began with."""
-        self.policy, self.changes = self._initial, []
-        self.change(changes)
+        self.changes = list(changes)
+        self.policy = functools.reduce(MXPolicy.changed, self.changes, self.initial)
+        self.products = ""  # chosen anew in the next step
 
     @contextmanager
     def instead(self, policy: MXPolicy) -> Generator[None]:
@@ -119,17 +129,22 @@ class MatmulFormats:
         return {"mx_products": self.products}
 
 
-def _check_hadamard(policy: MXPolicy, name: str, linear: nn.Linear) -> None:
-    """Of the axes that a layer's shape tells; the number of tokens is the batch's."""
-    if policy.hadamard != "all":
-        return
+def _check_sides(policy: MXPolicy, name: str, linear: nn.Linear) -> None:
     for side, a, b in (("in", policy.x, policy.w), ("out", policy.dy_dgrad, policy.w_dgrad)):
-        block, length = hadamard_block(a, b), getattr(linear, f"{side}_features")
+        length = getattr(linear, f"{side}_features")
+        block = hadamard_block(a, b) if policy.hadamard == "all" else None
         if block is not None and length % block:
             raise ValueError(
                 f"hadamard: 'all': {name} has {side}_features={length}, no multiple of the block of {block}. Leave the "
                 "layer out by route, layers or head, or set hadamard to weight_gradient."
             )
+        for one in (a, b):
+            if one is not None and one.scale == RELEASED_BUMP and length % (one.block or length):
+                raise ValueError(
+                    f"scale='bump_released': {name} has {side}_features={length}, no multiple of block={one.block}. "
+                    "Leave the layer out by route, layers or head, set another block, or leave out as_released or the "
+                    "change bump."
+                )
 
 
 def _stream(name: str) -> int:
